@@ -19,8 +19,7 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.native.prefill import read_prompts
 from covey.engines.native.slots import Slots
 from covey.engines.protocol import Limits, Sampling
-from covey.lab.plan.engine_memory import engine_parts
-from covey.lab.plan.forecast import Device, RunFacts
+from covey.lab.plan.forecast import Device, RunFacts, engine_parts
 from covey.lab.plan.model_shape import measure
 from covey.lab.plan.task_facts import TaskFacts
 from covey.rng import Address, completion_uniforms

@@ -32,8 +32,8 @@ from covey.accel.kernels.launch import call
 from covey.accel.kernels.rms_norm import add_norm, norm
 from covey.accel.kernels.rope import apply_rope
 from covey.accel.kernels.swiglu import silu_mul, silu_mul_backward
-from covey.accel.packing import plain_positions
 from covey.accel.parity import is_silu
+from covey.accel.sizes import plain_positions
 
 # Linear layers of the fused forward pass: one matrix product for several layers.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,23 +22,6 @@ from covey.accel.attention import PaddedRows
 from covey.accel.attention_kernels import Bounds, KeyIndex, VarlenRows
 from covey.accel.sizes import padded_tokens, power_of_two, round_up
 from covey.types import Batch, HostRows
-
-# Check whether the GPU fast path supports a model's attention and position embeddings.
-
-
-PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
-"""RoPE types whose angles depend only on the position."""
-
-
-def plain_positions(config: Any) -> bool:
-    """Return whether all layers have full causal attention and RoPE of a type in PLAIN_ROPE."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
-    window = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
-    plain = rope.get("rope_type", "default") in PLAIN_ROPE
-    turned = all(getattr(config, "no_rope_layers", None) or ())  # 0: a layer without RoPE
-    scaled = rope.get("llama_4_scaling_beta")  # queries scaled by position
-    return plain and turned and not scaled and kinds == {"full_attention"} and not window
 
 
 def host_rows(batch: Batch) -> HostRows:

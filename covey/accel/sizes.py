@@ -6,6 +6,8 @@ takes seconds.
 
 from __future__ import annotations
 
+from typing import Any
+
 SHORT = 256
 """Maximum sequence length at which batched matmuls beat the fused attention kernel on a CPU."""
 LONG = 2048
@@ -52,3 +54,20 @@ def round_up(count: int, steps: int) -> int:
 def power_of_two(count: int, least: int) -> int:
     """Round up to a power of two that is at least `least`."""
     return max(least, 1 << max(0, count - 1).bit_length())
+
+
+# Whether the fast paths support a model's attention and position embeddings.
+
+PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
+"""RoPE types whose angles depend only on the position."""
+
+
+def plain_positions(config: Any) -> bool:
+    """Return whether all layers have full causal attention and RoPE of a type in PLAIN_ROPE."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
+    window = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
+    plain = rope.get("rope_type", "default") in PLAIN_ROPE
+    turned = all(getattr(config, "no_rope_layers", None) or ())  # 0: a layer without RoPE
+    scaled = rope.get("llama_4_scaling_beta")  # queries scaled by position
+    return plain and turned and not scaled and kinds == {"full_attention"} and not window

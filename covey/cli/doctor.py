@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +23,7 @@ from covey.cli.startup import (
     waiting,
 )
 from covey.config import Config
-from covey.lab.doctor.result import LIMIT, Clock, Result
+from covey.lab.checks.result import LIMIT, Clock, Result
 from covey.records.files import write_text
 from covey.records.folder import RunFolder
 from covey.screen import Screen
@@ -91,15 +90,19 @@ def doctor_command(
     if as_json:
         typer.echo(json.dumps(data))
     else:
-        _show(found, taken)
+        console = Screen(soft_wrap=True)
+        show_results(found, console)
+        skipped = sum(result.figure.startswith("skipped") for result in found)
+        some = f"{len(failed)} of {len(found)} checks failed"
+        note = f", {skipped} skipped (see --seconds)" if skipped else ""
+        console.print(f"{some if failed else 'all checks pass'}{note}, in {taken:.0f} s")
     raise typer.Exit(1 if failed else 0)
 
 
 def _examined(config: Config, seconds: float, started: float) -> list[Result]:
-    """Run all checks, and show the current check in the status line."""
     found: list[Result] = []
     with waiting(f"checking {config.model.path}") as status:
-        from covey.lab.doctor.checkup import examine_run
+        from covey.lab.checks.doctor import examine_run
 
         def say(doing: str) -> None:
             passed = time.perf_counter() - started
@@ -108,13 +111,3 @@ def _examined(config: Config, seconds: float, started: float) -> list[Result]:
         for result in examine_run(config, Clock(limit=seconds, say=say)):
             found.append(result)
     return found
-
-
-def _show(found: Sequence[Result], taken: float) -> None:
-    console = Screen(soft_wrap=True)
-    show_results(found, console)
-    failed = sum(result.passed is False for result in found)
-    skipped = sum(result.figure.startswith("skipped") for result in found)
-    outcome = f"{failed} of {len(found)} checks failed" if failed else "all checks pass"
-    note = f", {skipped} skipped (see --seconds)" if skipped else ""
-    console.print(f"{outcome}{note}, in {taken:.0f} s")

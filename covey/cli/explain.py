@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         Explanation,
     )
     from covey.lab.explain.recorded import Origin
-    from covey.lab.explain.replay_algorithms import Family, Moment, Replay
+    from covey.lab.explain.replay_algorithms import Moment, Replay
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
@@ -94,7 +94,14 @@ def explain_command(
     recorded rollouts. With --replay, the command compares the gradients that several algorithms
     compute from the recorded rollouts.
     """
-    _check_options(line, algorithms, options)
+    if line is not None and algorithms is not None:
+        raise ConfigError(
+            "--rollout cannot be combined with --replay, which uses all rollouts of the step"
+        )
+    if options and algorithms is None:
+        raise ConfigError(
+            "--set needs --replay, because --set changes options of the algorithms in --replay"
+        )
     run = RunFolder.open(path)
     tell_edited(run)
     run.require_rollouts(step)  # raises if the step is missing, before anything is loaded
@@ -107,7 +114,15 @@ def explain_command(
 
         recorded = read_step(run, step)
         if line is not None:
-            _check_line(line, [a.line for a in recorded.learned], len(recorded.rollouts))
+            if line > len(recorded.rollouts):
+                raise ConfigError(
+                    f"--rollout {line}: the step has only {len(recorded.rollouts)} rollouts"
+                )
+            if line not in [one.line for one in recorded.learned]:
+                raise ConfigError(
+                    f"--rollout {line}: the step did not train on this rollout, because the "
+                    "rollout's group was filtered out"
+                )
         say(_loading(step, exact))
         trainee = policy_before(run, step, exact=exact)
         say(f"training step {step} again")
@@ -123,28 +138,6 @@ def explain_command(
         show_step(explained, wide_console())
     else:
         show_rollout(explained, rollout, wide_console())
-
-
-def _check_options(line: int | None, algorithms: str | None, options: list[str] | None) -> None:
-    """Raise ConfigError if --rollout, --replay and --set contradict each other."""
-    if line is not None and algorithms is not None:
-        raise ConfigError(
-            "--rollout cannot be combined with --replay, which uses all rollouts of the step"
-        )
-    if options and algorithms is None:
-        raise ConfigError(
-            "--set needs --replay, because --set changes options of the algorithms in --replay"
-        )
-
-
-def _check_line(line: int, trained: list[int], rollouts: int) -> None:
-    if line > rollouts:
-        raise ConfigError(f"--rollout {line}: the step has only {rollouts} rollouts")
-    if line not in trained:
-        raise ConfigError(
-            f"--rollout {line}: the step did not train on this rollout, because the rollout's "
-            "group was filtered out"
-        )
 
 
 def _loading(step: int, exact: bool) -> str:
@@ -192,11 +185,9 @@ FORMS = {
     "advantage": "+.2f", "logp": ".3f", "old_logp": ".3f", "ref_logp": ".3f", "ratio": ".3f",
     "kl": ".1e", "entropy": ".3f", "weight": ".1e", "push": "+.1e",
 }  # fmt: skip
-"""Maps each column of the token table to its number format."""
 
 
 def weights_line(origin: Origin) -> str:
-    """Return a line that says which weights the explanation used."""
     start = f"checkpoint {origin.checkpoint}" if origin.checkpoint else "the initial model"
     again = ""
     if origin.replayed_steps:
@@ -212,7 +203,6 @@ def weights_line(origin: Origin) -> str:
 
 
 def show_step(explained: Explanation, console: Console) -> None:
-    """Print a summary of a training step, and a table of its groups."""
     _head(explained, console)
     with_gradient = sum(g.token_share > 0 for g in explained.groups)
     equal = sum(g.zero_variance for g in explained.groups)
@@ -305,7 +295,6 @@ def _shortened(text: str, most: int = 60) -> str:
 
 
 def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Console) -> None:
-    """Print the text of a rollout, colored by token gradient, and a table of its tokens."""
     _head(explained, console)
     group = next(g for g in explained.groups if g.group == rollout.group)
     console.print(group.prompt, style="bold")
@@ -374,7 +363,6 @@ def _value(token: ExplainedToken, name: str) -> float | None:
 
 
 def show_replay(found: Replay, console: Console) -> None:
-    """Print which algorithms have equal gradients, a table of algorithms, and gradient cosines."""
     console.print(
         f"step {found.step}: {found.rollouts} rollouts, {len(found.moments[0].algorithms)} "
         "algorithms, each with one optimizer step over all rollouts",
@@ -406,7 +394,12 @@ def _moment(moment: Moment, found: Replay, console: Console) -> None:
     console.print(f"\n{when}", style="bold")
     for family in moment.families:
         if len(family.members) > 1:
-            console.print(_family_line(family))
+            parts = [" = ".join(m.name for m in family.members if m.identical)]
+            for member in family.members:
+                if not member.identical:
+                    times = "" if abs(member.factor - 1) < 1e-5 else f" / {member.factor:.4g}"
+                    parts.append(f"{member.name}{times}")
+            console.print("equal: " + " ~ ".join(parts))
     bins = [f"{b.shortest}-{b.longest} tokens" for b in moment.algorithms[0].lengths]
     columns = map(number_column, ["loss", "norm", "clipped", "zero", *bins])
     table = Table(Column("algorithm", no_wrap=True), *columns, box=SIMPLE)
@@ -424,16 +417,6 @@ def _moment(moment: Moment, found: Replay, console: Console) -> None:
     console.print("cosines of the parameters' gradients, one algorithm of each family:")
     for line in _cosines(moment):
         console.print(line)
-
-
-def _family_line(family: Family) -> str:
-    """Return a line that lists algorithms whose gradients are equal, or equal up to a factor."""
-    parts = [" = ".join(m.name for m in family.members if m.identical)]
-    for member in family.members:
-        if not member.identical:
-            times = "" if abs(member.factor - 1) < 1e-5 else f" / {member.factor:.4g}"
-            parts.append(f"{member.name}{times}")
-    return "equal: " + " ~ ".join(parts)
 
 
 def _cosines(moment: Moment) -> list[str]:

@@ -34,7 +34,7 @@ from covey.screen import cell, echo, number_column, wide_console
 
 if TYPE_CHECKING:
     from covey.config import Config
-    from covey.lab.numerics.measure_gaps import Report
+    from covey.lab.checks.numerics import Report
 
 Target = Annotated[
     str | None,
@@ -100,7 +100,7 @@ def numerics_command(
 
 
 def _measured(config: Config, folder: RunFolder | None, updates: int | None, say: Say) -> Report:
-    from covey.lab.numerics.measure_gaps import default_updates, measure
+    from covey.lab.checks.numerics import default_updates, measure
     from covey.run import Run
 
     say(f"loading {config.model.path}")
@@ -121,18 +121,15 @@ class _Notes(Tracker):
         self.done = 0
 
     def sampled(self, count: int) -> None:
-        """Count generated completions and show the progress."""
         self.done += count
         more = f"completions: {self.done} of {self.completions}"
         self.say("measuring" if self.done >= self.completions else more)
 
     def note(self, text: str) -> None:
-        """Print a note on stderr."""
         echo(text, err=True)
 
 
 def _show(report: Report, console: Console) -> None:
-    """Print a table of the log-prob differences by cause, and explain each cause."""
     clip = report.clip
     unit = "completions" if clip.per_completion else "tokens"
     console.print(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from covey.cli.startup import (
     AsJson,
@@ -27,9 +26,8 @@ from covey.models.model_path import prepare_hub
 from covey.screen import Screen
 
 if TYPE_CHECKING:
-    from covey.lab.plan.finding import Finding
+    from covey.lab.plan.equivalence import Finding
     from covey.lab.plan.forecast import Forecast
-    from covey.lab.plan.summary import Plan
     from covey.lab.plan.task_facts import TaskFacts
 
 
@@ -105,39 +103,34 @@ def plan_command(
         memory, problem, fits = _memory(config, facts, gpu, ranks)
         found = [*fits, *findings(config, facts)]
     if as_json:
-        data = _data(plan, facts, memory, problem, found)
-        typer.echo(json.dumps({**data, "cannot_start": stopping}))
+        data = {
+            "text": plan.paragraph(),
+            "plan": plan.row(),
+            "memory": memory and memory.row(),
+            "memory_unknown": problem,
+            "findings": [{**each.row(), "settings": list(each.settings)} for each in found],
+            "task_unreadable": facts.unreadable,
+            "cannot_start": stopping,
+        }
+        typer.echo(json.dumps(data))
     else:
         console = Screen()
         console.print(plan.paragraph(), "", sep="\n")
         for why in stopping:
             console.print(f"cannot start: {why}\n", soft_wrap=True)
         memory_text = memory.text() if memory else f"memory: unknown, {problem}"
-        _show_memory(memory_text, found, console, starts=not stopping)
+        console.print(memory_text, soft_wrap=True)
+        if not stopping and not found:
+            console.print("\nNo findings: every setting has an effect, and none is known to harm.")
+        for finding in found:
+            console.print(f"\n{HEADINGS[finding.kind]}: {finding.title}", style="bold")
+            console.print(f"  {finding.why}")
+            console.print(f"  What to do: {finding.remedy} ({finding.docs}).")
     if stopping:
         raise typer.Exit(2)
 
 
-def _data(
-    plan: Plan,
-    facts: TaskFacts,
-    memory: Forecast | None,
-    problem: str,
-    found: list[Finding],
-) -> dict[str, Any]:
-    """Return the data for --json: the plan, the estimates and the notes about settings."""
-    return {
-        "text": plan.paragraph(),
-        "plan": plan.row(),
-        "memory": memory and memory.row(),
-        "memory_unknown": problem,
-        "findings": [{**each.row(), "settings": list(each.settings)} for each in found],
-        "task_unreadable": facts.unreadable,
-    }
-
-
 def _obstacles(config: Config, facts: TaskFacts, ranks: int, *, here: bool) -> list[str]:
-    """Return the errors with which the run would refuse to start."""
     from covey.config.check import obstacles
     from covey.rollout.prompt_limit import longest_prompt
 
@@ -155,10 +148,8 @@ def _obstacles(config: Config, facts: TaskFacts, ranks: int, *, here: bool) -> l
 def _memory(
     config: Config, facts: TaskFacts, gpu: float | None, ranks: int
 ) -> tuple[Forecast | None, str, list[Finding]]:
-    """Estimate the memory of a run, or say why it is unknown; suggest remedies."""
-    from covey.lab.plan.fit import memory_findings
     from covey.lab.plan.forecast import Device
-    from covey.lab.plan.memory import forecast
+    from covey.lab.plan.memory import forecast, memory_findings
     from covey.lab.plan.model_shape import shape_of
 
     try:
@@ -170,21 +161,9 @@ def _memory(
         return None, str(error), []
 
 
-def _show_memory(memory: str, found: list[Finding], console: Console, *, starts: bool) -> None:
-    """Print how much memory a run needs, and then notes about useless or risky settings."""
-    console.print(memory, soft_wrap=True)
-    if starts and not found:
-        console.print("\nNo findings: every setting has an effect, and none is known to harm.")
-    for finding in found:
-        console.print(f"\n{HEADINGS[finding.kind]}: {finding.title}", style="bold")
-        console.print(f"  {finding.why}")
-        console.print(f"  What to do: {finding.remedy} ({finding.docs}).")
-
-
 def show_time(config: Config, as_json: bool) -> None:
-    """Run a few steps, and print how long the whole run will take."""
     with waiting("measuring a few training steps"):
-        from covey.lab.plan.run_time import measure_time
+        from covey.lab.plan.summary import measure_time
 
         forecast = measure_time(config)
     typer.echo(json.dumps(forecast.row()) if as_json else forecast.text())

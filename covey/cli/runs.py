@@ -23,7 +23,7 @@ from covey.records.records import turn_lines, unsaid
 from covey.screen import UNLIMITED, Screen, cell, echo
 
 if TYPE_CHECKING:
-    from covey.lab.doctor.result import Result
+    from covey.lab.checks.result import Result
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
@@ -156,7 +156,7 @@ def verify_command(
 
         found = list(chain_checks(run))
         if recompute:
-            from covey.lab.verify.recompute import recomputed
+            from covey.lab.explain.recorded import recomputed
 
             found.append(recomputed(run))
     if as_json:

@@ -8,12 +8,9 @@ import torch
 
 from covey.lab.plan.findings import findings
 from covey.lab.plan.task_facts import facts_of
-from covey.records.folder import RunFolder
 from covey.records.settings import edited_settings
-from covey.records.trackers import Tracker
 from covey.records.trackers.console import ConsoleTracker, console_tracker
 from covey.rollout.prompts import prompt_notes
-from covey.run import Run
 from covey.screen import Screen
 from covey.start import Opened
 
@@ -25,25 +22,16 @@ def console_with_notes(
 
     `not_own` contains the settings that --smoke changed.
     """
-    run = opened.run
+    run, model = opened.run, opened.run.policy.model
     reporter = console_tracker(run.folder, Screen(soft_wrap=True, quiet=quiet))
-    tell_notes(reporter, run.folder, run)
-    if run.solutions is None:
-        tell_start(reporter, run, new=opened.start.checkpoint is None, not_own=not_own)
-    return reporter
-
-
-def tell_notes(reporter: Tracker, folder: RunFolder, run: Run) -> None:
-    """Print the engine's backend, changes since the run started, and skipped data rows."""
     reporter.note(f"sampling: {run.engine.info.backend}")
-    model = run.policy.model
     if model.flash:
         from covey.accel.attention_kernels import description
 
         shape = (model.model.config, model.device, model.head.linear.weight.dtype)
         reporter.note(f"training: {description(*shape, run.config.rollout.max_tokens)}")
-    environment = folder.environment()
-    changed = edited_settings(folder, environment)
+    environment = run.folder.environment()
+    changed = edited_settings(run.folder, environment)
     if changed is not None:
         reporter.note(changed)
     threads, now = environment.get("threads"), torch.get_num_threads()
@@ -59,24 +47,14 @@ def tell_notes(reporter: Tracker, folder: RunFolder, run: Run) -> None:
         reporter.note(
             f"the reward has changed since this run was started: from {reward} to {current}"
         )
-
-
-def tell_start(reporter: Tracker, run: Run, *, new: bool, not_own: Collection[str]) -> None:
-    """Print notes about the prompts and, for a new run, about useless or risky settings.
-
-    Do not print notes about settings in `not_own`. Do not print notes about equivalent algorithms,
-    because `covey plan` prints them.
-    """
-    for note in prompt_notes(run.policy.model, run.prompts):
+    if run.solutions is not None:
+        return reporter
+    for note in prompt_notes(model, run.prompts):
         reporter.note(note)
-    if not new or not run.world.is_main:
-        return
-    facts = facts_of(
-        run.config,
-        run.prompts,
-        run.held_out,
-        run.policy.model.tokenizer.encode,
-    )
-    for finding in findings(run.config, facts):
-        if finding.kind != "same" and not finding.depends_on(not_own):
-            reporter.note(finding.line())
+    if opened.start.checkpoint is None and run.world.is_main:
+        facts = facts_of(run.config, run.prompts, run.held_out, model.tokenizer.encode)
+        for finding in findings(run.config, facts):
+            # `covey plan` prints equivalent algorithms.
+            if finding.kind != "same" and not finding.depends_on(not_own):
+                reporter.note(finding.line())
+    return reporter

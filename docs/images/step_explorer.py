@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from covey.lab.explain.small_step import option_defaults, small_step
+from covey.lab.explain.effect import option_defaults, small_step
 from covey.lab.page import security_policy, style_sheet
 from covey.lab.ui.server import static_file
 

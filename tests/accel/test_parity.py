@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from covey.accel.activation_offload import checkpoint_layers
-from covey.accel.packing import plain_positions
 from covey.accel.parity import first_layers
+from covey.accel.sizes import plain_positions
 from covey.models.adapter import add_adapter
 from tests.conftest import build
 

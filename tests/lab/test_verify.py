@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from covey.cli.main import run as covey
+from covey.lab.explain.recorded import recomputed
 from covey.lab.verify.chain import chain_checks
-from covey.lab.verify.recompute import recomputed
 from covey.records.digests import write_digests
 from covey.records.folder import RunFolder
 

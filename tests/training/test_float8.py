@@ -12,7 +12,7 @@ from covey.config import load_config
 from covey.config.resolve import resolve
 from covey.engines.make import check_float8
 from covey.errors import ConfigError
-from covey.lab.numerics.measure_gaps import measure
+from covey.lab.checks.numerics import measure
 from covey.loop import lost_note, train
 from covey.records.folder import RunFolder
 from covey.run import Run

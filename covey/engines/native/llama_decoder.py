@@ -22,8 +22,7 @@ from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_
 
 from covey.accel.attention import short_attention, short_bias
 from covey.accel.fused_parameters import fused_view
-from covey.accel.packing import plain_positions
-from covey.accel.sizes import SHORT
+from covey.accel.sizes import SHORT, plain_positions
 from covey.engines.native.kv_cache import SlotCache
 from covey.engines.native.sizes import FUSED_BYTES
 from covey.models.adapter import NAME

@@ -311,7 +311,8 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
 
 def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row, ...]:
     """Return the possible problems that are known before training, with the names of their arms."""
-    from covey.lab.plan.findings import coincidences, findings
+    from covey.lab.plan.equivalence import coincidences
+    from covey.lab.plan.findings import findings
 
     rows: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, config in configs.items():

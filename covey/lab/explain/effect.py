@@ -9,19 +9,30 @@ all tokens. An algorithm affects the parameters only through its token gradients
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from covey.errors import ConfigError, CoveyError
 from covey.models.logp import LogProbs
-from covey.objective import Objective, policy_loss, with_marks, with_weight
-from covey.objective.advantage import zero_variance
-from covey.parallel.passes import micro_batches
-from covey.policy.optimizer import Optimizer
+from covey.objective import (
+    ALGORITHMS,
+    Objective,
+    build,
+    find_algorithm,
+    policy_loss,
+    with_advantage,
+    with_marks,
+    with_weight,
+)
 from covey.policy.policy import Policy
+from covey.records.files import finite
 from covey.types import Batch
 
 CLIPPED = ("", "low", "high", "dual")
@@ -38,7 +49,6 @@ class Effect(NamedTuple):
     """The gradient of the loss with respect to each token's entropy; 0 without an entropy bonus."""
     old_logp: torch.Tensor
     ratio: torch.Tensor
-    """The objective's importance ratios, one per token or one per completion."""
     clipped: torch.Tensor
     """The clip bound of each ratio, as an int64 index into CLIPPED; 0 means that the ratio is not
     clipped."""
@@ -48,7 +58,6 @@ class Effect(NamedTuple):
 
 
 def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
-    """Compute the gradient of the loss with respect to each token's logp and entropy."""
     logp = now.logp.detach().requires_grad_()
     entropy = now.entropy.detach().requires_grad_()
     with torch.enable_grad():
@@ -133,68 +142,123 @@ def projections(
 
 
 def _dot(a: Mapping[str, torch.Tensor | None], b: Mapping[str, torch.Tensor | None]) -> float:
-    """Return the inner product of two gradients."""
     pairs = [(x, y) for name, x in a.items() if x is not None and (y := b[name]) is not None]
     return math.fsum(float(torch.dot(x.flatten().float(), y.flatten().float())) for x, y in pairs)
 
 
-# Computes gradients of the parameters from gradients of log-probs and entropies.
+# Computes a small optimizer step from given rewards, for the web page's step explorer.
 
 
-def parameter_gradients(
-    policy: Policy, batch: Batch, effects: Mapping[str, Effect], budget: int
-) -> dict[str, torch.Tensor]:
-    """Return the gradient of all trained parameters, as one vector per algorithm in `effects`.
+MOST_COMPLETIONS, MOST_TOKENS = 16, 16
+OPTIONS = ("clip_low", "clip_high", "beta")
+LENGTH = 8
+"""The constant completion length by which some algorithms divide the loss."""
+PATTERN = (0.9, -0.4, 0.2, -1.0, 0.6, -0.1, 1.0, -0.7, 0.3, -0.6, 0.8, -0.2, 0.5, -0.9, 0.1, -0.3)
+"""The log-prob of token t in completion i changes by `drift * PATTERN[(i + t) % 16]`."""
 
-    The algorithms share one forward pass, and each algorithm has its own backward pass. The
-    gradients of all algorithms are in memory at the same time.
+
+def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the advantage, ratio, clip bound and gradient of each token in an optimizer step.
+
+    In `question`, `rewards` and `lengths` have one number for each completion. `drift` is the
+    largest change of a token's log-prob since the token was sampled.
     """
-    # The optimizer collects the gradients, as in training, because some gradients bypass autograd
-    # on a GPU.
-    optimizer = policy.optimizer
-    size = sum(parameter.numel() for parameter in optimizer.parameters.values())
-    totals = {name: torch.zeros(size, device=batch.tokens.device) for name in effects}
-    policy.model.model.train()
-    for rows in _passes(batch, budget):
-        width = max(1, int(batch.lengths[rows].max()))
-        slopes = {
-            name: (e.gradient[rows, :width], e.entropy_gradient[rows, :width])
-            for name, e in effects.items()
+    name = str(question.get("algorithm", "grpo"))
+    rewards, lengths = _numbers(question, "rewards"), _numbers(question, "lengths")
+    if len(rewards) != len(lengths) or not 1 < len(rewards) <= MOST_COMPLETIONS:
+        raise ConfigError(
+            f"give from 2 to {MOST_COMPLETIONS} rewards, and exactly one length for each reward"
+        )
+    defaults = option_defaults(name)
+    options: dict[str, float] = {
+        key: float(question[key]) for key in OPTIONS if key in question and key in defaults
+    }
+    if "length" in inspect.signature(find_algorithm(name)).parameters:
+        options["length"] = LENGTH
+    objective = build(name, **options)
+    batch, now = small_batch(rewards, [int(n) for n in lengths], float(question.get("drift", 0)))
+    batch = with_advantage(objective, batch)
+    found = whole_effect(objective, batch, now)
+    assert batch.advantage is not None
+    rows = [
+        {
+            "reward": rewards[row],
+            "advantage": _tokens(batch.advantage, batch, row),
+            "ratio": _tokens(found.ratio, batch, row),
+            "clipped": [CLIPPED[int(n)] for n in _tokens(found.clipped, batch, row)],
+            "gradient": _tokens(found.gradient, batch, row),
         }
-        nonzero = {name: s for name, s in slopes.items() if any(bool(part.any()) for part in s)}
-        if not nonzero:
-            continue
-        now = policy.plain_logp(batch.rows(rows))
-        for name, (by_logp, by_entropy) in nonzero.items():
-            outputs, sent = [now.logp], [by_logp.to(now.logp.dtype)]
-            if by_entropy.any():
-                outputs.append(now.entropy)
-                sent.append(by_entropy.to(now.entropy.dtype))
-            optimizer.zero_grad()
-            torch.autograd.backward(outputs, sent, retain_graph=True)
-            totals[name] += _flat_gradient(optimizer)
-    optimizer.zero_grad()
-    return totals
-
-
-def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
-    found = optimizer.gradients()
-    parts = [
-        torch.zeros_like(p) if (g := found[n]) is None else g
-        for n, p in optimizer.parameters.items()
+        for row in range(len(batch))
     ]
-    return torch.cat([part.flatten().float() for part in parts])
+    return {"algorithm": name, "options": defaults, "loss": float(found.loss), "rows": rows}
 
 
-def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
-    """Split the batch into forward passes, and yield the row indices of each pass.
+def small_batch(
+    rewards: Sequence[float], lengths: Sequence[int], drift: float
+) -> tuple[Batch, LogProbs]:
+    count, width = len(rewards), max(1, min(MOST_TOKENS, max(lengths)))
+    size = torch.tensor([max(1, min(width, n)) for n in lengths])
+    mask = torch.arange(width) < size[:, None]
+    pattern = torch.tensor(
+        [[PATTERN[(row + t) % len(PATTERN)] for t in range(width)] for row in range(count)]
+    )
+    old = -1.0 - 0.2 * pattern
+    zeros = torch.zeros(count, width)
+    good = torch.tensor([reward > 0.5 for reward in rewards])
+    batch = Batch(
+        prompt_tokens=torch.ones(count, 1, dtype=torch.int64),
+        prompt_lengths=torch.ones(count, dtype=torch.int64),
+        tokens=torch.arange(count * width).reshape(count, width),
+        lengths=size,
+        mask=mask,
+        sampler_logp=old.where(mask, zeros),
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        success=good,
+        group=torch.zeros(count, dtype=torch.int64),
+        truncated=torch.zeros(count, dtype=torch.bool),
+        parts=torch.tensor(list(zip(rewards, good.tolist(), strict=True))).double(),
+        old_logp=old.where(mask, zeros),
+        ref_logp=(old - 0.1).where(mask, zeros),
+        values=(zeros + sum(rewards) / count).where(mask, zeros),  # the critic predicts the mean
+        teacher_logp=(old + 0.1 * pattern).where(mask, zeros),
+        entropy=(1.0 + 0.5 * pattern).where(mask, zeros),
+    )
+    logp = (old + drift * pattern).where(mask, zeros)
+    assert batch.entropy is not None
+    return batch, LogProbs(logp, batch.entropy)
 
-    A group whose completions all have the same reward never shares a forward pass with a group
-    whose rewards differ. Many algorithms skip the passes of equal-reward groups, because these
-    groups have no gradient.
-    """
-    equal = zero_variance(batch.rewards, batch.group)
-    for chosen in (~equal, equal):
-        rows = chosen.nonzero().squeeze(1)
-        if len(rows):
-            yield from (rows[part] for part in micro_batches(batch.rows(rows), budget))
+
+def option_defaults(name: str) -> dict[str, float]:
+    parameters = inspect.signature(find_algorithm(name)).parameters
+    return {
+        key: float(parameters[key].default)
+        for key in OPTIONS
+        if key in parameters and isinstance(parameters[key].default, int | float)
+    }
+
+
+def _tokens(values: torch.Tensor, batch: Batch, row: int) -> list[float]:
+    return [float(v) for v in values[row][batch.mask[row]]]
+
+
+def _numbers(question: Mapping[str, Any], name: str) -> list[float]:
+    given = question.get(name, "")
+    try:
+        return [float(n) for n in (given.split(",") if isinstance(given, str) else given)]
+    except ValueError:
+        raise ConfigError(f"{name} must be a list of numbers, separated by commas") from None
+
+
+def main() -> None:
+    """Respond to requests from stdin until stdin is closed."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        try:
+            answer = {**small_step(json.loads(line)), "algorithms": list(ALGORITHMS)}
+        except (CoveyError, ValueError) as error:
+            answer = {"error": str(error)}
+        print(json.dumps(finite(answer)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

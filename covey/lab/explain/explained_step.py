@@ -29,7 +29,6 @@ from covey.records.records import episode_row, turn_lines
 from covey.types import Batch
 
 SEEN = ("logp", "old_logp", "ratio", "kl", "entropy", "weight", "gradient")
-"""Names of the token values that an optimizer step computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +42,15 @@ class ExplainedToken:
     id: int
     text: str
     sampler_logp: float | None = None
-    """The log-prob that the engine recorded when it sampled the token."""
     logp: float | None = None
     """The token's log-prob in the optimizer step that trains on the token."""
     old_logp: float | None = None
-    """The token's log-prob at the start of the training step."""
     ref_logp: float | None = None
     advantage: float | None = None
     ratio: float | None = None
     clipped: str | None = None
     """The clip bound that limits the token's ratio (low, high or dual); None if not clipped."""
     kl: float | None = None
-    """The estimate of the KL divergence from the reference policy at this token."""
     entropy: float | None = None
     weight: float | None = None
     gradient: float | None = None
@@ -74,12 +70,10 @@ class ExplainedRollout:
     success: bool | None
     finish: str
     advantage: float
-    """The mean advantage of the rollout's tokens."""
     recorded_advantage: float
     update: int
     """The number of the optimizer step that trains on the rollout, counted from 1."""
     clipped: float
-    """The fraction of the rollout's tokens whose ratio is clipped."""
     gradient: float
     """The sum of `|d loss / d logp|` over the rollout's tokens."""
     projection: float | None
@@ -104,9 +98,7 @@ class ExplainedGroup:
     prompt: str
     lines: tuple[int, ...]
     zero_variance: bool
-    """Whether all completions of the group have the same reward."""
     clipped: float
-    """The fraction of the group's tokens whose ratio is clipped."""
     projection: float | None
     """The sum of the projections of the group's rollouts; None if one was not computed."""
     token_share: float
@@ -121,15 +113,12 @@ class Explanation:
     algorithm: str
     origin: Origin
     updates: int
-    """Number of optimizer steps in the training step."""
     groups: tuple[ExplainedGroup, ...]
     rollouts: tuple[ExplainedRollout, ...]
     filtered_out: int
-    """Number of rollouts that the step did not train on."""
     tokens: int
     """Number of trained tokens."""
     zero_gradient: int
-    """Number of trained tokens whose gradient is 0."""
     clipped: int
     token_share_raised: float
     """The fraction of the step's sum of `|d loss / d logp|` that comes from tokens that become more
@@ -141,7 +130,6 @@ class Explanation:
     """The smallest number of rollouts whose tokens account for half of the step's sum of
     `|d loss / d logp|`."""
     metrics: dict[str, float]
-    """The metrics that the repeated training step computes."""
     logged: dict[str, Any]
     """The values that the original run logged for the metrics in `metrics`."""
 

@@ -9,24 +9,28 @@ not generate or score any rollout again.
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from covey.config import load_config
 from covey.config.resolve import objective_of
 from covey.errors import RunError
-from covey.lab.exact_logp import recorded_exact_logp
+from covey.lab.checks.result import Result
 from covey.lab.explain.effect import Effect, effect, projections
+from covey.lab.plan.equivalence import recorded_exact_logp
 from covey.notices import notice
 from covey.objective.masked import joined
+from covey.policy.checkpoint import OPTIMIZER_FILE, read_weights
 from covey.policy.critic import critic_of
 from covey.policy.policy import load_model, policy_of
 from covey.policy.schedule import Budget
-from covey.records.folder import RunFolder
+from covey.records.folder import CHANGES, RunFolder
 from covey.records.records import read_episode, unsaid
 from covey.records.resume import last_good
 from covey.run import Run, reference_of, step_settings_of, teacher_of
@@ -60,17 +64,14 @@ class Recorded:
 
     @property
     def learned(self) -> list[RecordedRollout]:
-        """The rollouts that the step trained on, in the order of the batch."""
         return [one for one in self.rollouts if one.advantage is not None]
 
     @property
     def tokens(self) -> int:
-        """Number of generated tokens."""
         return sum(len(one.rollout.tokens) for one in self.rollouts)
 
 
 def read_step(run: RunFolder, step: int) -> Recorded:
-    """Read the recorded rollouts of a step."""
     rows = run.require_rollouts(step)
     rollouts: list[RecordedRollout] = []
     group = 0
@@ -89,18 +90,24 @@ def read_step(run: RunFolder, step: int) -> Recorded:
         )
     groups = [
         Group(
-            prompt=_prompt(rows[members[0].line - 1]),
+            prompt=Prompt(
+                id=row["prompt_id"],
+                task=row.get("task", ""),
+                messages=({"role": "user", "content": row["prompt"]},),
+                target=row["target"],
+                info=row.get("info", {}),
+            ),
             rollouts=tuple(one.rollout for one in members),
         )
         for _, part in itertools.groupby(rollouts, key=lambda one: one.group)
         if (members := list(part))[0].advantage is not None
+        for row in [rows[members[0].line - 1]]
     ]
     metrics = next((row for row in run.steps() if row["step"] == step), {})
     return Recorded(step=step, rollouts=tuple(rollouts), groups=tuple(groups), metrics=metrics)
 
 
 def check_trained(recorded: Recorded) -> None:
-    """Raise an error if the step did not train on any rollout."""
     if not recorded.groups:
         raise RunError(
             f"step {recorded.step} did not train on any rollout, because filters dropped all its "
@@ -108,21 +115,10 @@ def check_trained(recorded: Recorded) -> None:
         )
 
 
-def _prompt(row: dict[str, Any]) -> Prompt:
-    return Prompt(
-        id=row["prompt_id"],
-        task=row.get("task", ""),
-        messages=({"role": "user", "content": row["prompt"]},),
-        target=row["target"],
-        info=row.get("info", {}),
-    )
-
-
 _RECORDED = (
     "prompt_id", "sample", "prompt_tokens", "tokens", "trained", "sampler_logp", "text", "finish",
     "policy_version", "reward", "success", "parts", "reward_id",
 )  # fmt: skip
-"""Names of the fields that every recorded rollout must have."""
 
 
 def _rollout(row: dict[str, Any]) -> Rollout:
@@ -161,14 +157,12 @@ class Origin:
     """The step of the loaded checkpoint; 0 means the initial model."""
     path: str
     replayed_steps: int
-    """Number of recorded steps that Covey repeated after it loaded the checkpoint."""
     steps_behind: int
     """The number of training steps by which the restored weights are older than the weights that
     generated the rollouts."""
 
     @property
     def exact(self) -> bool:
-        """Whether the restored weights equal the weights that generated the rollouts."""
         return self.steps_behind == 0
 
 
@@ -231,7 +225,6 @@ that trains on each row. The entry `projection` [B] is each row's part of the st
 means that the time did not suffice."""
 
 SECONDS = 120.0
-"""Default time for the projections of rollouts on the gradient."""
 
 
 def relearn(
@@ -258,7 +251,13 @@ def relearn(
     assert batch is not None, "there are groups"
     watched: Watched = {"number": torch.zeros_like(batch.lengths)}
     for one, found in watch.passes:
-        _record(watched, found, batch, one)
+        watched["number"][one.rows] = one.number
+        now = {"logp": one.now.logp, "entropy": one.now.entropy, "weight": one.micro.weight}
+        for name, value in {**now, **found._asdict()}.items():
+            if value is not None and name != "loss":
+                dtype = torch.int64 if name == "clipped" else torch.float64
+                blank = torch.zeros_like(batch.mask, dtype=dtype)
+                watched.setdefault(name, blank)[one.rows, : value.shape[1]] = value.to(dtype)
     watched["projection"] = watch.shares(len(batch))
     rollouts = joined(batch)
     if rollouts.batch is batch:
@@ -317,12 +316,57 @@ class _Watch(Observer):
         return shares
 
 
-def _record(watched: Watched, found: Effect, batch: Batch, seen: Seen) -> None:
-    """Copy the token values of one micro-batch into the tensors of the batch."""
-    watched["number"][seen.rows] = seen.number
-    now = {"logp": seen.now.logp, "entropy": seen.now.entropy, "weight": seen.micro.weight}
-    for name, value in {**now, **found._asdict()}.items():
-        if value is not None and name != "loss":
-            dtype = torch.int64 if name == "clipped" else torch.float64
-            blank = torch.zeros_like(batch.mask, dtype=dtype)
-            watched.setdefault(name, blank)[seen.rows, : value.shape[1]] = value.to(dtype)
+# Repeats the last training steps of a run, and compares the weights with its newest checkpoint.
+
+
+NAME = "recomputed step"
+
+
+def recomputed(run: RunFolder) -> Result:
+    """Repeat the steps between the two newest checkpoints, and compare the resulting weights.
+
+    The repeated steps train on the recorded rollouts and rewards, so nothing is generated or scored
+    again.
+    """
+    saved = run.checkpoints()
+    if not saved:
+        return Result(name=NAME, passed=None, figure="the run has no checkpoint yet")
+    step, folder = saved[-1]
+    if load_config(str(run.config_file)).replay.groups:
+        what = "with replay.groups, steps train on more than their own rollouts"
+        return Result(name=NAME, passed=None, figure=what)
+    trainee = policy_before(run, step, exact=True)
+    changes = run.path / CHANGES
+    lines = changes.read_text(encoding="utf-8").splitlines() if changes.exists() else []
+    steps = [int(json.loads(line)["step"]) for line in lines]
+    change = next((s for s in steps if s > trainee.origin.checkpoint), None)
+    if change is not None:
+        what = f"settings changed after step {change}, and the earlier ones would be needed"
+        return Result(name=NAME, passed=None, figure=what)
+    recorded = read_step(run, step)
+    train_on(recorded.groups, trainee.run, step)
+    if not (folder / OPTIMIZER_FILE).exists():
+        raise RunError(
+            f"the checkpoint {folder} was saved by several ranks; verify the run with the same "
+            "number of ranks"
+        )
+    found = {**trainee.run.policy.optimizer.masters, **trainee.run.policy.optimizer.state()}
+    then = {**read_weights(trainee.run.policy, folder), **load_file(folder / OPTIMIZER_FILE)}
+    other = [
+        name
+        for name, value in found.items()
+        if not value.detach().cpu().equal(then[name].detach().cpu().to(value.dtype))
+    ]
+    origin = trainee.origin.checkpoint
+    what = f"step {step} from step {origin}, {step - origin} steps of recorded rollouts"
+    bits = f"other bits in {len(other)} of {len(then)} tensors" if other else "the same bits"
+    gpu = (
+        trainee.run.policy.model.device.type != "cpu" and not trainee.run.config.model.deterministic
+    )
+    return Result(
+        name=NAME,
+        passed=True if not other else None if gpu else False,
+        figure=f"{what}: {bits}",
+        remedy="the checkpoint does not follow from its rollouts: resume from an earlier "
+        "checkpoint with --step; on a GPU, bits are the same only with model.deterministic = true",
+    )

@@ -11,7 +11,7 @@ gradients share a backward pass.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,12 +20,13 @@ from covey.collate import collate
 from covey.config import load_config
 from covey.config.resolve import objective_of, resolve
 from covey.errors import ConfigError
-from covey.lab.explain.effect import Effect, parameter_gradients, whole_effect
+from covey.lab.explain.effect import Effect, whole_effect
 from covey.lab.explain.recorded import Origin, Recorded, Trainee, check_trained, relearn
 from covey.models.logp import LogProbs
 from covey.objective import ALGORITHMS, Objective, find_algorithm
+from covey.objective.advantage import zero_variance
 from covey.objective.loss import Need
-from covey.parallel.passes import whole_batch
+from covey.parallel.passes import micro_batches, whole_batch
 from covey.policy.policy import Policy
 from covey.records.folder import RunFolder
 from covey.run import reference_of, teacher_of
@@ -42,9 +43,7 @@ class Replayed:
     grad_norm: float
     """The norm of the gradient of all parameters, before gradient clipping."""
     clipped: float
-    """The fraction of tokens whose ratio is clipped."""
     zero_gradient: float
-    """The fraction of tokens with gradient 0."""
     per_advantage: float
     """The mean weight of a token in the loss, which is
     `sum(|d loss / d logp|) / sum(|advantage|)`."""
@@ -62,7 +61,6 @@ class Moment:
     """The cosine similarity between the parameter gradients of each pair of algorithms, or None if
     one of the two gradients is 0."""
     families: tuple[Family, ...]
-    """Groups of algorithms with equal or proportional gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +136,11 @@ def replay(
     if "beta" not in given and own in algorithms and beta is not None:  # the step's adaptive beta
         algorithms = {**algorithms, own: replace(algorithms[own], beta=beta)}
     base = _base(trainee, recorded, algorithms)
-    batches = {
-        name: _with_advantage(trainee, objective, base) for name, objective in algorithms.items()
-    }
+    masks, batches = trainee.run.config.filter.mask_truncated, {}
+    for name, objective in algorithms.items():
+        old = "sampler_logp" if "sampler_as_old" in objective.needs else "old_logp"
+        batch = replace(base, old_logp=getattr(base, old))
+        batches[name] = trained_batch(objective, batch, mask_truncated=masks)
     assert base.old_logp is not None
     assert base.entropy is not None
     before = LogProbs(logp=base.old_logp, entropy=base.entropy)
@@ -161,7 +161,6 @@ def replay(
 
 
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
-    """Return the recorded batch with all fields that the algorithms may read."""
     model, reference = trainee.run.policy.model, trainee.run.reference
     penalized = next((o for o in algorithms.values() if "reference" in o.needs), None)
     if penalized is not None and reference is None:
@@ -180,12 +179,6 @@ def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objecti
     run = replace(trainee.run, objective=objective, reference=reference, teacher=teacher)
     parts = next((o.parts for o in algorithms.values() if "parts" in o.needs), None)
     return prepare(run, collate(recorded.groups, model.device, parts))
-
-
-def _with_advantage(trainee: Trainee, objective: Objective, base: Batch) -> Batch:
-    if "sampler_as_old" in objective.needs:
-        base = replace(base, old_logp=base.sampler_logp)
-    return trained_batch(objective, base, mask_truncated=trainee.run.config.filter.mask_truncated)
 
 
 def _moment(
@@ -271,7 +264,6 @@ class Member:
     factor: float
     """The ratio of this algorithm's token gradients to the first algorithm's token gradients."""
     identical: bool
-    """Whether the token gradients are bit-identical to the first algorithm's token gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +274,6 @@ class Family:
 
     @property
     def leader(self) -> str:
-        """The first algorithm."""
         return self.members[0].name
 
 
@@ -357,3 +348,61 @@ def length_bins(batch: Batch, gradient: torch.Tensor) -> tuple[LengthBin, ...]:
         )
         low = edge
     return tuple(found)
+
+
+# Computes gradients of the parameters from gradients of log-probs and entropies.
+
+
+def parameter_gradients(
+    policy: Policy, batch: Batch, effects: Mapping[str, Effect], budget: int
+) -> dict[str, torch.Tensor]:
+    """Return the gradient of all trained parameters, as one vector per algorithm in `effects`.
+
+    The algorithms share one forward pass, and each algorithm has its own backward pass. The
+    gradients of all algorithms are in memory at the same time.
+    """
+    # The optimizer collects the gradients, as in training, because some gradients bypass autograd
+    # on a GPU.
+    optimizer = policy.optimizer
+    size = sum(parameter.numel() for parameter in optimizer.parameters.values())
+    totals = {name: torch.zeros(size, device=batch.tokens.device) for name in effects}
+    policy.model.model.train()
+    for rows in _passes(batch, budget):
+        width = max(1, int(batch.lengths[rows].max()))
+        slopes = {
+            name: (e.gradient[rows, :width], e.entropy_gradient[rows, :width])
+            for name, e in effects.items()
+        }
+        nonzero = {name: s for name, s in slopes.items() if any(bool(part.any()) for part in s)}
+        if not nonzero:
+            continue
+        now = policy.plain_logp(batch.rows(rows))
+        for name, (by_logp, by_entropy) in nonzero.items():
+            outputs, sent = [now.logp], [by_logp.to(now.logp.dtype)]
+            if by_entropy.any():
+                outputs.append(now.entropy)
+                sent.append(by_entropy.to(now.entropy.dtype))
+            optimizer.zero_grad()
+            torch.autograd.backward(outputs, sent, retain_graph=True)
+            gradients = optimizer.gradients()
+            parts = [
+                torch.zeros_like(p) if (g := gradients[n]) is None else g
+                for n, p in optimizer.parameters.items()
+            ]
+            totals[name] += torch.cat([part.flatten().float() for part in parts])
+    optimizer.zero_grad()
+    return totals
+
+
+def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
+    """Split the batch into forward passes, and yield the row indices of each pass.
+
+    A group whose completions all have the same reward never shares a forward pass with a group
+    whose rewards differ. Many algorithms skip the passes of equal-reward groups, because these
+    groups have no gradient.
+    """
+    equal = zero_variance(batch.rewards, batch.group)
+    for chosen in (~equal, equal):
+        rows = chosen.nonzero().squeeze(1)
+        if len(rows):
+            yield from (rows[part] for part in micro_batches(batch.rows(rows), budget))

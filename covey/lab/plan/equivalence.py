@@ -11,13 +11,18 @@ advantage, the token weights and the KL penalty.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from covey.config import Config
+from covey.config.resolve import objective_of, truncates_unseen
 from covey.errors import ConfigError
-from covey.lab.plan.finding import Setup
+from covey.lab.plan.forecast import cuda_available
+from covey.lab.plan.task_facts import TaskFacts
+from covey.notices import notice
 from covey.objective import (
     ALGORITHMS,
     Objective,
@@ -31,6 +36,117 @@ from covey.objective import surrogate as surrogates
 from covey.objective.algorithms.entropy import entropy_shaped_sequences, entropy_shaped_tokens
 from covey.objective.algorithms.turns import by_state
 from covey.objective.options import function_of, options_of
+from covey.records.folder import CHANGES, RunFolder
+from covey.records.records import ANY_OBJECT, usable_lines
+
+# Defines `Finding`, a warning about a configuration, and `Setup`, the input of the rules.
+
+
+# Says whether an engine's log-probs are exact, for commands that run without the engine.
+
+
+def recorded_exact_logp(run: RunFolder, config: Config) -> bool:
+    """Return whether a run's engine has exact log-probs, according to the run's newest record.
+
+    Earlier versions of Covey did not record whether log-probs are exact. For a run of an earlier
+    version, return `expected_exact_logp(config)`.
+    """
+    records = [run.environment(), *usable_lines(run.path / CHANGES, ANY_OBJECT, notice)]
+    declared = [record["exact_logp"] for record in records if "exact_logp" in record]
+    return bool(declared[-1]) if declared else expected_exact_logp(config)
+
+
+def expected_exact_logp(config: Config) -> bool:
+    if config.engine.kind == "vllm" or config.engine.rounds:
+        return False
+    if config.model.dtype != "auto":
+        return config.model.dtype == "float32"
+    own = config.engine.kind == "process" and config.engine.device != "auto"
+    device = config.engine.device if own else config.model.device
+    # With "auto", a model computes in float32 except on a GPU.
+    return not device.startswith("cuda") and not (device == "auto" and cuda_available())
+
+
+Kind = Literal["same", "idle", "risk"]
+PAGE = "docs/plan.md"
+UNKNOWN = TaskFacts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A warning or note about a configuration, with a remedy."""
+
+    kind: Kind
+    """The kind `same` means that algorithms with different names train in the same way, `idle`
+    means that a setting has no effect, and `risk` means that a setting may harm the run."""
+    title: str
+    """The finding in one line, with settings and their values."""
+    why: str
+    remedy: str
+    docs: str
+    """The page and section of the docs that explain the finding."""
+    settings: tuple[str, ...]
+    """The full names of the settings that the finding depends on."""
+
+    def row(self) -> dict[str, str]:
+        return {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
+
+    def depends_on(self, settings: Collection[str]) -> bool:
+        return not set(settings).isdisjoint(self.settings)
+
+    def line(self) -> str:
+        return f"{self.title}: {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A resolved configuration, its objective, and known properties of its data."""
+
+    config: Config
+    objective: Objective
+    facts: TaskFacts = UNKNOWN
+
+    @property
+    def single_optimizer_step(self) -> bool:
+        """Whether every ratio is 1 because a training step takes one optimizer step.
+
+        If a training step may use rollouts from older weights, ratios can differ from 1.
+        """
+        return self.config.train.optimizer_steps == 1 and not self.config.stale
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every ratio is 1, including ratios of trainer probabilities to engine
+        probabilities."""
+        return self.single_optimizer_step and (
+            self.exact or "sampler_as_old" not in self.objective.needs
+        )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether sampling is truncated (top-k, top-p, min-p), but training ignores truncation."""
+        return truncates_unseen(self.config)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the log-probs of engine and trainer differ by at most 1e-5."""
+        return expected_exact_logp(self.config) and not self.truncates
+
+    @property
+    def advantage(self) -> Callable[..., Any]:
+        return function_of(self.objective.advantage)
+
+    @property
+    def surrogate(self) -> Callable[..., Any]:
+        return function_of(self.objective.surrogate)
+
+    def option(self, name: str, otherwise: Any = None) -> Any:
+        return self.config.objective.options.get(name, otherwise)
+
+
+def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:
+    return Setup(config=config, objective=objective_of(config), facts=facts or UNKNOWN)
+
 
 ONE_PER_COMPLETION = frozenset(
     {*advantage.ADVANTAGES.values(), entropy_shaped_sequences} - {advantage.returns_whitened}
@@ -144,7 +260,6 @@ def active_penalty(setup: Setup) -> Piece | None:
 
 
 def reference_is_policy(setup: Setup) -> bool:
-    """Return whether the reference always equals the policy that generated the rollouts."""
     reference = setup.config.reference
     whole = reference.kind == "renewed" or (reference.kind == "moving" and reference.alpha == 1.0)
     # Within a batch the policy moves away from the reference, which affects a KL in the loss.
@@ -178,7 +293,6 @@ def _advantage(setup: Setup) -> Piece:
 
 
 def _gain(setup: Setup) -> dict[str, Any]:
-    """Return normal forms of the objective's `ratio`, `surrogate`, `weights` and `marks`."""
     objective, kind = setup.objective, setup.objective.ratio
     surrogate, marks = piece_of(objective.surrogate), objective.marks
     token_weights = _weights(setup)
@@ -241,7 +355,6 @@ def _weights(setup: Setup) -> Piece:
 
 
 def _single_tokens(config: Config) -> bool:
-    """Whether the run trains on exactly one token of each completion."""
     return config.rollout.max_tokens == 1 and not config.filter.mask_truncated
 
 
@@ -257,7 +370,6 @@ def has_slope_one(objective: Objective) -> bool:
 
 
 def equivalent_algorithms(setup: Setup) -> list[str]:
-    """Return the other algorithms that give the same gradient with this configuration."""
     mine, name = normal_form(setup), setup.config.objective.name
     privileged = "privileged" in setup.objective.needs
     found = []
@@ -277,3 +389,117 @@ def equivalent_algorithms(setup: Setup) -> list[str]:
         if same_teacher and normal_form(alike) == mine:
             found.append(other)
     return found
+
+
+# Arms of a comparison that train in the same way.
+
+
+def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
+    """Return a finding for each set of a comparison's arms that train in the same way.
+
+    Arms train in the same way if their gradients are equal in every optimizer step, or differ only
+    by a constant factor. Gradients are equal bit for bit if the arms use the same arithmetic, and
+    otherwise up to rounding. Every configuration must be a result of `resolve`.
+    """
+    setups = {name: setup_of(config) for name, config in configs.items()}
+    forms = {name: normal_form(setup) for name, setup in setups.items()}
+    others = {name: _other_settings(setup) for name, setup in setups.items()}
+    results: list[Finding] = []
+    reported: set[frozenset[str]] = set()
+    for name in configs:
+        alike = [n for n in configs if forms[n] == forms[name] and others[n] == others[name]]
+        if len(alike) > 1 and frozenset(alike) not in reported:
+            reported.add(frozenset(alike))
+            results.append(_equal_runs(setups, alike))
+    scaled = {name: up_to_a_factor(form) for name, form in forms.items()}
+    for name in configs:
+        alike = [n for n in configs if scaled[n] == scaled[name] and others[n] == others[name]]
+        distinct = [n for i, n in enumerate(alike) if all(forms[n] != forms[m] for m in alike[:i])]
+        if len(distinct) > 1 and frozenset(distinct) not in reported:
+            reported.add(frozenset(distinct))
+            results.append(_proportional_runs(distinct))
+    return results
+
+
+def _equal_runs(setups: Mapping[str, Setup], names: list[str]) -> Finding:
+    differences = _differences([setups[name].config for name in names])
+    single = all(setups[name].single_optimizer_step for name in names)
+    why, remedy = "", "keep only one of these arms"
+    if single:
+        why = (
+            "With one optimizer step per training step, every ratio is 1, so ratios and clips "
+            "have no effect. "
+        )
+        remedy = (
+            "take several optimizer steps, such as train.mini_batches = 4, or keep only one of "
+            "these arms"
+        )
+    what = f"{', '.join(differences)}, which changes no gradient here" if differences else "nothing"
+    return Finding(
+        kind="same",
+        title=f"{_listed(names)} are the same algorithm here",
+        why=f"{why}The arms differ in {what}: any difference between their results is chance.",
+        remedy=remedy,
+        docs=f"{PAGE}#{'single-optimizer-step' if single else 'arms-of-a-comparison'}",
+        settings=(*differences,),
+    )
+
+
+def _proportional_runs(names: list[str]) -> Finding:
+    return Finding(
+        kind="same",
+        title=f"{_listed(names)} differ only by a constant factor of the loss",
+        why="The gradients of these arms have the same direction in every optimizer step. AdamW "
+        "divides a constant factor out; only max_grad_norm and optimizer.eps make a difference.",
+        remedy="keep only one of these arms, or compare algorithms that differ in more than a "
+        "constant factor",
+        docs=f"{PAGE}#constant-factors",
+        settings=("objective.name",),
+    )
+
+
+def _other_settings(setup: Setup) -> dict[str, Any]:
+    """Return all settings outside the [objective] section that can change a gradient."""
+    config = setup.config
+    rest = config.model_dump(
+        exclude={
+            "objective": True,
+            "scoring": True,
+            "save": True,
+            "evaluate": True,
+            "sft": True,
+            "model": {"gradient_checkpointing", "offload_activations", "deterministic"},
+            "filter": {"skip_zero_gradient"},
+            "train": {"micro_batch_tokens", "logits_megabytes", "graphs"},
+        }
+    )
+    if not config.overlap.staleness:
+        del rest["overlap"]["max_staleness"]
+    if not config.filter.dynamic_sampling:
+        del rest["filter"]["max_rounds"]
+    if setup.single_optimizer_step and "old_logp" not in setup.objective.needs:
+        del rest["train"]["old_logp"]
+    if normal_form(setup)["penalty"] is None:
+        del rest["reference"]
+    if "teacher" not in setup.objective.needs:
+        del rest["teacher"]
+    if "values" not in setup.objective.needs:
+        del rest["critic"]
+    return rest
+
+
+def _differences(configs: list[Config]) -> list[str]:
+    flat = []
+    for config in configs:
+        tables = config.model_dump()
+        tables["objective"] = {"name": config.objective.name, **config.objective.options}
+        pairs = {f"{table}.{key}": value for table, values in tables.items()
+                 if isinstance(values, dict) for key, value in values.items()}  # fmt: skip
+        flat.append(pairs | {"seed": config.seed})
+    keys = dict.fromkeys(key for pairs in flat for key in pairs)
+    values = {key: {json.dumps(p.get(key), default=str) for p in flat} for key in keys}
+    return [key for key in keys if len(values[key]) > 1]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:-1]) + f" and {names[-1]}"

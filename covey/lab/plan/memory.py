@@ -9,12 +9,16 @@ sample.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
 from covey.accel.sizes import CHUNK_STEP, LIVE_COPIES, chunk_rows, padded_tokens
-from covey.config import Config
+from covey.config import Config, parse_config, toml_value
 from covey.config.resolve import objective_of, resolve
 from covey.config.schema import Adapter
-from covey.lab.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
-from covey.lab.plan.engine_memory import engine_parts
+from covey.lab.plan.equivalence import Finding
 from covey.lab.plan.forecast import (
     ALWAYS,
     FRAMEWORK,
@@ -23,9 +27,10 @@ from covey.lab.plan.forecast import (
     Forecast,
     Part,
     RunFacts,
+    engine_parts,
+    size_text,
 )
-from covey.lab.plan.largest_micro_batch import largest_micro_batch
-from covey.lab.plan.model_shape import Shape, shape_of
+from covey.lab.plan.model_shape import FLOAT, Pass, Shape, passing_bytes, shape_of, training_bytes
 from covey.lab.plan.task_facts import TaskFacts, task_facts
 from covey.models.model_path import adapter_base
 
@@ -90,7 +95,6 @@ def _suggest(run: RunFacts) -> int | None:
 
 
 def _micro_batch(run: RunFacts, micro_batch_tokens: int) -> Pass:
-    """Return the size of the largest micro-batch if all sequences have full length."""
     completion, group_size = run.completion, run.config.rollout.group_size
     if run.on_gpu:
         rows, prompts = largest_micro_batch(
@@ -115,7 +119,6 @@ def _micro_batch(run: RunFacts, micro_batch_tokens: int) -> Pass:
 
 
 def _parts(run: RunFacts, micro_batch_tokens: int) -> tuple[Part, ...]:
-    """Return all parts of the run's memory."""
     batch = _micro_batch(run, micro_batch_tokens)
     framework, why = FRAMEWORK[run.device.kind]
     elsewhere = run.config.engine.kind == "vllm" or run.config.cluster.engine_actors
@@ -129,7 +132,6 @@ def _parts(run: RunFacts, micro_batch_tokens: int) -> tuple[Part, ...]:
 
 
 def _model_parts(run: RunFacts) -> list[Part]:
-    """Return the memory of weights and optimizer state and, with FSDP, of gradients."""
     shape, size = run.shape, run.size
     weights = shape.parameters + shape.added
     state = run.config.optimizer.state
@@ -139,6 +141,12 @@ def _model_parts(run: RunFacts) -> list[Part]:
         others += _critic_parts(run, master, moments)
     if run.sharded:
         return [*_sharded_parts(run, moments), *others]
+    overlap, engine, copies = run.config.overlap, run.config.engine, list[Part]()
+    if engine.kind != "native" and engine.device in ("auto", run.config.model.device):
+        waiting = overlap.staleness + 1 if overlap.mode == "copy" and not overlap.in_flight else 0
+        held = weights + shape.trained * (1 + waiting)
+        why = f"a copy, 1 to hand over, {waiting} waiting"
+        copies.append(Part("weights of the engine", held * size, ALWAYS, why))
     return [
         Part("weights", weights * size, ALWAYS, f"{weights:,} parameters of {size} bytes"),
         Part(
@@ -154,23 +162,11 @@ def _model_parts(run: RunFacts) -> list[Part]:
             f"AdamW's two moments of {shape.trained:,} trained parameters",
         ),
         *others,
-        *_engine_copies(run, weights),
+        *copies,
     ]
 
 
-def _engine_copies(run: RunFacts, weights: int) -> list[Part]:
-    """Return the memory of the engine's own weight copies on the training device."""
-    overlap, engine = run.config.overlap, run.config.engine
-    if engine.kind == "native" or engine.device not in ("auto", run.config.model.device):
-        return []
-    waiting = overlap.staleness + 1 if overlap.mode == "copy" and not overlap.in_flight else 0
-    held = weights + run.shape.trained * (1 + waiting)
-    why = f"a copy, 1 to hand over, {waiting} waiting"
-    return [Part("weights of the engine", held * run.size, ALWAYS, why)]
-
-
 def _pass_parts(run: RunFacts, batch: Pass) -> list[Part]:
-    """Return the memory of forward passes with and without gradients."""
     shape, size, config, device = run.shape, run.size, run.config, run.device.kind
     checkpointing = config.model.gradient_checkpointing
     layout = "packed" if batch.packed else "padded"
@@ -183,6 +179,14 @@ def _pass_parts(run: RunFacts, batch: Pass) -> list[Part]:
         shape, size, batch, device=device, checkpointing=checkpointing,
         head=logits + _head_gradient(run), offload=offload,
     )  # fmt: skip
+    # Log-probs outside of the training pass; a CUDA graph of the policy computes them in the memory
+    # of its own activations.
+    needs = run.objective.needs
+    by_reference = "reference" in needs and config.reference.kind != "server"
+    by_teacher = "teacher" in needs and (config.teacher.path or config.teacher.policy)
+    old_policy = (
+        needs & {"old_logp", "old_entropy"} or config.train.optimizer_steps > 1 or config.stale
+    )
     # A pass that is not fused took twice the counted bytes in measurements.
     passing = (1 if run.on_gpu and shape.fuses else 2) * passing_bytes(shape, size, batch, device)
     return [
@@ -200,7 +204,7 @@ def _pass_parts(run: RunFacts, batch: Pass) -> list[Part]:
         ),
         Part(
             "no-grad pass",
-            passing if _passes_without_gradient(run) else 0,
+            passing if by_reference or by_teacher or (old_policy and not run.captured) else 0,
             ("prepare",),
             "the same tokens without gradient, for the reference or old_logp",
         ),
@@ -213,20 +217,7 @@ def _pass_parts(run: RunFacts, batch: Pass) -> list[Part]:
     ]
 
 
-def _passes_without_gradient(run: RunFacts) -> bool:
-    """Whether a model on this device computes log-probs outside of the training pass."""
-    needs, config = run.objective.needs, run.config
-    by_reference = "reference" in needs and config.reference.kind != "server"
-    by_teacher = "teacher" in needs and (config.teacher.path or config.teacher.policy)
-    old_policy = (
-        needs & {"old_logp", "old_entropy"} or config.train.optimizer_steps > 1 or config.stale
-    )
-    # A CUDA graph of the policy computes log-probs in the memory of its own activations.
-    return bool(by_reference or by_teacher or (old_policy and not run.captured))
-
-
 def _gradient_parts(run: RunFacts, batch: Pass) -> list[Part]:
-    """Return the memory of the gradients of an optimizer step."""
     shape = run.shape
     several = batch.rows < run.rows
     head = shape.head * run.size if shape.head_trained else 0
@@ -270,7 +261,6 @@ def _logits(run: RunFacts, batch: Pass) -> int:
 
 
 def _notes(run: RunFacts) -> tuple[str, ...]:
-    """Return the assumptions of the forecast as sentences."""
     prompts = f"prompts of {run.prompt} tokens"
     if run.facts.longest_prompt is None:
         prompts += f", which could not be measured ({run.facts.problem})"
@@ -292,7 +282,6 @@ ONLY_WHILE_USED = "on the device only while it is used"
 
 
 def _teacher_parts(run: RunFacts) -> list[Part]:
-    """Return the memory of a teacher's weights on this device."""
     teacher = run.config.teacher
     if "teacher" not in run.objective.needs or not (teacher.policy or teacher.path):
         return []
@@ -313,7 +302,6 @@ def _teacher_parts(run: RunFacts) -> list[Part]:
 
 
 def _reference_part(run: RunFacts, weights: int) -> Part:
-    """Return the memory of the reference policy's weights on this device."""
     kind = run.config.reference.kind
     under = run.shape.rank and kind == "frozen" and not adapter_base(run.config.model.path)
     if "reference" not in run.objective.needs:
@@ -379,6 +367,16 @@ def _sharded_parts(run: RunFacts, moments: int) -> list[Part]:
     # With one rank, all weights are gathered once per optimizer step, instead of block by block.
     stays_gathered = shards == 1 and run.on_gpu and shape.fuses
     weights = shape.parameters + shape.added
+    if stays_gathered:
+        joined = 0 if shape.rank else shape.layers * shape.hidden * (
+            shape.query + 2 * shape.key + 2 * shape.inner
+        )  # fmt: skip
+        gathered = [
+            Part("gathered", weights * size, ("prepare", "update"), "whole weights"),
+            Part("fused weights", joined * size, ALWAYS, "gathered projections, concatenated"),
+        ]
+    else:
+        gathered = _gathered_by_block(shape, size)
     own = shape.trained * FLOAT + (weights - shape.trained) * size
     what = f"1 of {shards} parts"
     return [
@@ -396,24 +394,11 @@ def _sharded_parts(run: RunFacts, moments: int) -> list[Part]:
             ALWAYS if stays_gathered else ("update", "step"),
             f"{what}, float32" + ", kept until the next optimizer step" * stays_gathered,
         ),
-        *(_gathered_once(shape, size) if stays_gathered else _gathered_by_block(shape, size)),
-    ]
-
-
-def _gathered_once(shape: Shape, size: int) -> list[Part]:
-    """Return the memory of weights that are gathered once per optimizer step."""
-    weights = shape.parameters + shape.added
-    joined = 0 if shape.rank else shape.layers * shape.hidden * (
-        shape.query + 2 * shape.key + 2 * shape.inner
-    )  # fmt: skip
-    return [
-        Part("gathered", weights * size, ("prepare", "update"), "whole weights"),
-        Part("fused weights", joined * size, ALWAYS, "gathered projections, concatenated"),
+        *gathered,
     ]
 
 
 def _gathered_by_block(shape: Shape, size: int) -> list[Part]:
-    """Return the memory of weights and gradients that are gathered block by block."""
     if shape.fuses:
         block = 2 * shape.hidden * (shape.query + shape.key) + shape.hidden * (3 * shape.inner + 2)
         block += shape.added // shape.layers
@@ -433,3 +418,162 @@ def _gathered_by_block(shape: Shape, size: int) -> list[Part]:
         ),
         Part("gathered grad", gradients, ("update",), "of one block, whole"),
     ]
+
+
+# Computes the largest micro-batch of a training step without generating rollouts.
+
+
+@lru_cache(maxsize=256)
+def largest_micro_batch(
+    rows: int, group_size: int, prompt: int, completion: int, micro_batch_tokens: int
+) -> tuple[int, int]:
+    """Return the numbers of completions and of prompts in the largest micro-batch on a GPU.
+
+    The trainer divides `rows` completions, in groups of `group_size`, into micro-batches with
+    `balanced_parts` (models/micro_batches.py). `balanced_parts` splits groups of more than
+    `micro_batch_tokens` tokens, and packs the parts into as few micro-batches as possible. Each
+    prompt has `prompt` tokens, and each completion has `completion` tokens.
+    """
+    groups = -(-rows // group_size)
+    if groups * prompt + rows * (completion - 1) <= micro_batch_tokens:
+        return rows, groups
+    room = micro_batch_tokens - prompt
+    most = max(1, room // (completion - 1)) if completion > 1 else (group_size if room >= 0 else 1)
+    pieces = [
+        (min(most, size - start), group)
+        for group in range(groups)
+        for size in [min(group_size, rows - group * group_size)]
+        for start in range(0, size, most)
+    ]
+    pieces.sort(key=lambda piece: -piece[0])
+    count = max(1, -(-(len(pieces) * prompt + rows * (completion - 1)) // micro_batch_tokens))
+    while True:
+        parts: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        heap = [(0, part) for part in range(count)]
+        for piece in pieces:  # the largest piece first, into the micro-batch with the fewest tokens
+            tokens, part = heap[0]
+            parts[part].append(piece)
+            heapq.heapreplace(heap, (tokens + prompt + piece[0] * (completion - 1), part))
+        if count >= len(pieces) or max(heap)[0] <= micro_batch_tokens:
+            sizes = [(sum(n for n, _ in part), len({g for _, g in part})) for part in parts]
+            return max(sizes, key=lambda size: size[0] * (completion - 1) + size[1] * prompt)
+        count += 1
+
+
+# Suggests changes of settings that make a run fit into device memory, cheapest first.
+
+
+LEAST_CONCURRENT = 64
+"""The smallest value of `engine.max_concurrent` that Covey suggests, because lower values slow
+generation and save little memory."""
+RANK = 16
+
+RANKS = (2, 4, 8, 16, 32, 64)
+"""The numbers of ranks that `ranks_that_fit` tries."""
+
+Settings = Mapping[str, Any]
+
+
+def memory_findings(
+    config: Config, found: Forecast, facts: TaskFacts, shape: Shape, ranks: int = 1
+) -> Iterator[Finding]:
+    if found.fits:
+        return
+    needs, memory = size_text(found.peak), size_text(found.device.memory)
+    enough = f"{size_text(found.peak / (1 - MARGIN))}, which leaves a tenth free"
+    needed = ranks_that_fit(config, found.device, facts, shape)
+    if ranks == 1:
+        changes = settings_that_fit(config, found.device, facts, shape)
+        settings, docs = tuple(changes or ("model.path",)), "docs/memory.md"
+        subject, remedy = "the run", f"use a device with {enough}"
+        if changes is not None:
+            remedy = "set " + ", ".join(f"{key} = {toml_value(v)}" for key, v in changes.items())
+            peak = forecast(changed(config, changes), found.device, facts).peak
+            remedy += f": the peak is then {size_text(peak)}"
+        if needed is not None:
+            remedy += f"; or train on {needed} such devices with parallel.strategy = 'fsdp'"
+    else:
+        settings, docs = ("parallel.strategy",), "docs/scaling.md"
+        subject, remedy = f"each of {ranks} ranks", f"use devices with {enough}"
+        if needed is not None:
+            remedy = f"train on {needed} ranks with parallel.strategy = 'fsdp'"
+    phase = found.peak_phase
+    largest = max((p for p in found.parts if phase in p.phases), key=lambda p: p.bytes)
+    yield Finding(
+        kind="risk",
+        title=f"{subject} needs {needs}, but {found.device.name} has {memory}",
+        why="The run would run out of memory. Largest part: "
+        f"{largest.name}, {size_text(largest.bytes)} ({largest.why}).",
+        remedy=remedy,
+        docs=docs,
+        settings=settings,
+    )
+
+
+def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shape) -> int | None:
+    """Return the smallest number of devices on which a sharded run fits with 10 % of memory free.
+
+    Return None if no number of devices in `RANKS` is enough. Even many devices may not be enough,
+    because each device also needs the engine's full copy of the weights.
+    """
+    sharded = changed(config, {"parallel.strategy": "fsdp"})
+    for ranks in RANKS:
+        found = forecast(sharded, device, facts, shape, ranks)
+        if found.peak <= (1 - MARGIN) * device.memory:
+            return ranks
+    return None
+
+
+def settings_that_fit(
+    config: Config, device: Device, facts: TaskFacts, shape: Shape
+) -> Settings | None:
+    """Return the cheapest changes of settings that leave 10 % of the device's memory free."""
+
+    def fitting(changes: Settings) -> Settings | None:
+        """Return `changes`, and lower `train.micro_batch_tokens` if the micro-batch does not fit.
+
+        Return None if no micro-batch size fits into memory.
+        """
+        same_shape = shape if "adapter.rank" not in changes else None
+        found = forecast(changed(config, changes), device, facts, same_shape)
+        tokens = found.suggested_micro_batch_tokens
+        if tokens is None or tokens >= found.micro_batch_tokens:
+            fits = tokens is not None and found.peak <= (1 - MARGIN) * device.memory
+            return changes if fits else None
+        return {**changes, "train.micro_batch_tokens": tokens}
+
+    chosen: dict[str, Any] = {}
+    found: Settings | None = None
+    for change in _changes(config):
+        chosen |= change
+        if (found := fitting(chosen)) is not None:
+            break
+    for key in list(chosen)[:-1] if found is not None else ():
+        fewer = {k: v for k, v in chosen.items() if k != key}
+        if (less := fitting(fewer)) is not None:  # a later change made this one unnecessary
+            chosen, found = fewer, less
+    return found
+
+
+def _changes(config: Config) -> Iterator[Settings]:
+    yield {}  # a smaller train.micro_batch_tokens alone
+    if not config.model.gradient_checkpointing:
+        yield {"model.gradient_checkpointing": True}
+    if not config.model.offload_activations:
+        yield {"model.gradient_checkpointing": True, "model.offload_activations": True}
+    if config.reference.kind == "frozen" and "reference" in objective_of(config).needs:
+        yield {"reference.kind": "offloaded"}
+    if config.engine.max_concurrent > LEAST_CONCURRENT:
+        yield {"engine.max_concurrent": LEAST_CONCURRENT}
+    if config.optimizer.state != "compact":
+        yield {"optimizer.state": "compact"}
+    if not config.adapter.rank:
+        yield {"adapter.rank": RANK}
+
+
+def changed(config: Config, changes: Settings) -> Config:
+    data = config.model_dump()
+    for key, value in changes.items():
+        table, _, name = key.partition(".")
+        data[table][name] = value
+    return parse_config(data)

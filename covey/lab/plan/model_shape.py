@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from covey.accel.packing import plain_positions
+from covey.accel.sizes import SHORT, plain_positions
 from covey.config import Config
 from covey.embedded import MODELS
 from covey.errors import ConfigError, CoveyError, ModelError
@@ -25,7 +25,6 @@ from covey.models.model_path import ADAPTER_CONFIG, adapter_base, check_model_pa
 FUSED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Names of layers whose weights the engine concatenates in a small model."""
 LLAMA_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-"""Names of the modules of a Llama decoder layer."""
 LLAMA_FAMILY = ("llama", "qwen2", "qwen3")
 """The model types (`model_type` in config.json) whose layers `_llama_modules` describes."""
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -43,7 +42,6 @@ class Shape:
     parameters: int
     """The number of parameters without the adapter; tied weights are counted once."""
     added: int
-    """The number of parameters of the adapter."""
     trained: int
     """The number of trained parameters; with LoRA, only the adapter's parameters are trained."""
     head: int
@@ -72,11 +70,9 @@ class Shape:
     fuses: bool
     """Whether the fused CUDA kernels support the model; they support only Llama layers."""
     head_norms: bool
-    """Whether queries and keys are normalized per head."""
 
     @property
     def query(self) -> int:
-        """Width of all query heads together."""
         return self.heads * self.head_size
 
     @property
@@ -130,7 +126,6 @@ def shape_of(config: Config) -> Shape:
 
 
 def first_line(error: Exception, most: int) -> str:
-    """Return the first line of an error's message, with at most `most` characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
@@ -165,7 +160,6 @@ def _llama_config(source: str) -> Any:
 
 
 def _llama_modules(config: Any) -> dict[str, Module]:
-    """Return the modules of a Llama, Qwen2 or Qwen3 model."""
     hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
     head_size = _head_size(config)
     query, key = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
@@ -204,7 +198,6 @@ def _linear(inputs: int, outputs: int, bias: bool) -> Module:
 
 
 def _adapter(config: Config) -> Adapter:
-    """Return the adapter's LoRA rank, target modules and fully trained modules."""
     if adapter_base(config.model.path) is None:
         wanted = config.adapter
         return wanted.rank, wanted.targets, wanted.also_train
@@ -221,7 +214,10 @@ def measure(
     also_train: Sequence[str] = (),
 ) -> Shape:
     """Return the sizes of a transformers model and of its LoRA adapter; rank 0 means no adapter."""
+    from torch import nn
+
     from covey.accel.attention import NAME
+    from covey.models.adapter import CONV
 
     head = model.get_output_embeddings()
     if head is None:
@@ -232,8 +228,13 @@ def measure(
     llama = llama and all(hasattr(layer.mlp, "gate_proj") for layer in layers)
     fused_attention = model.config._attn_implementation in ("sdpa", NAME)
     fused_attention &= getattr(model.config, "attn_logit_softcapping", None) is None
+    modules = {}
+    for name, module in model.named_modules():
+        linear = module is head or isinstance(module, nn.Linear) or type(module).__name__ == CONV
+        count = sum(parameter.numel() for parameter in module.parameters())
+        modules[name] = Module(count, tuple(module.weight.shape) if linear else ())
     return _shape(
-        {name: _measured(module, module is head) for name, module in model.named_modules()},
+        modules,
         next(name for name, module in model.named_modules() if module is head),
         model.config.get_text_config(),
         (rank, targets, also_train),
@@ -245,18 +246,7 @@ def measure(
     )
 
 
-def _measured(module: Any, is_head: bool) -> Module:
-    from torch import nn
-
-    from covey.models.adapter import CONV
-
-    linear = is_head or isinstance(module, nn.Linear) or type(module).__name__ == CONV
-    count = sum(parameter.numel() for parameter in module.parameters())
-    return Module(count, tuple(module.weight.shape) if linear else ())
-
-
 def _fuses(config: Any) -> bool:
-    """Return whether the fused forward pass supports the settings of a Llama-like model."""
     return (
         getattr(config, "hidden_act", "") == "silu"
         and getattr(config, "residual_multiplier", 1.0) == 1.0
@@ -291,6 +281,12 @@ def _shape(
     added += sum(modules[name].parameters for name in copied)
     parameters, heads = modules[""].parameters, int(config.num_attention_heads)
     vocabulary, hidden = modules[head].weight
+    if experts := getattr(config, "num_experts_per_tok", None):
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        inner = experts * width
+    else:
+        width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+        inner = width or 4 * config.hidden_size
     return Shape(
         parameters=parameters,
         added=added,
@@ -306,7 +302,7 @@ def _shape(
         heads=heads,
         key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_size=_head_size(config),
-        inner=_inner(config),
+        inner=int(inner),
         fused_attention=fused_attention,
         fuses=fuses,
         head_norms=any(name.endswith(".q_norm") for name in modules),
@@ -318,14 +314,173 @@ def _head_size(config: Any) -> int:
     return int(size or config.hidden_size // config.num_attention_heads)
 
 
-def _inner(config: Any) -> int:
-    experts = getattr(config, "num_experts_per_tok", None)
-    if experts:
-        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        return int(experts * width)
-    width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
-    return int(width or 4 * config.hidden_size)
-
-
 def _named(name: str, endings: Sequence[str]) -> bool:
     return any(f".{name}".endswith(f".{ending}") for ending in endings)
+
+
+# Estimates the memory of the activations that a model keeps for its backward pass.
+
+
+FLOAT = 4
+ON_DEVICE = 2
+"""The number of layer inputs that stay on the device if layer inputs are offloaded: the input in
+use, and the input that is being copied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """The numbers of tensors that a Llama layer keeps for its backward pass, by kind of tensor."""
+
+    norm: int
+    """The number of norm outputs, which are as wide as the hidden state and have the model's
+    precision."""
+    norm_frozen: int
+    """The number of norm outputs with LoRA, where the weights of norms are not trained."""
+    inner: int
+    """The number of tensors as wide as the MLP, such as the gate, its activation, and the up
+    projection."""
+    output: int = 1
+    """The number of tensors as wide as all query heads together, such as the input of the output
+    projection."""
+    projections: int = 7
+    """The number of linear layers with LoRA; each keeps a tensor as wide as the LoRA rank."""
+    fused: bool = False
+    """Whether the model uses the fused layers of accel/fused_forward.py, with a float32 residual
+    stream."""
+    flash: bool = False
+    """Whether the model uses flash attention, which pads keys and values, but not queries."""
+
+
+EAGER = Saved(norm=4, norm_frozen=2, inner=4)
+"""The tensors that an unfused layer of transformers saves."""
+FUSED = Saved(norm=2, norm_frozen=2, inner=2, projections=0, fused=True)
+"""The tensors that a fused layer saves. Fused layers keep the inputs and outputs of norms, and
+recompute SwiGLU and LoRA products."""
+FLASH = replace(FUSED, output=0, flash=True)
+"""The tensors that a fused layer saves if it computes in 16 bits and uses flash attention. `output`
+is 0 because flash attention already keeps the input of the output projection."""
+
+
+def kernels_of(shape: Shape, size: int, device: str) -> Saved:
+    if device == "cpu" or not shape.fuses:
+        return EAGER
+    return FLASH if size < FLOAT else FUSED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """The size of one forward pass, in sequences and tokens."""
+
+    rows: int
+    columns: int
+    """The number of tokens of the longest sequence."""
+    tokens: int
+    """The number of tokens that the model processes, including padding if tokens are not packed."""
+    chosen: int
+    """The number of tokens whose logits are computed."""
+    packed: bool
+
+    @property
+    def cells(self) -> int:
+        """The number of positions if all sequences are padded to the longest sequence's length."""
+        return self.rows * self.columns
+
+
+def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
+    """Return the bytes that a layer keeps for its backward pass (`size` bytes per number)."""
+    norms = kernels.norm_frozen if shape.rank else kernels.norm
+    # Both norms keep their inputs in float32.
+    token = 2 * shape.hidden * FLOAT + norms * shape.hidden * size
+    token += (kernels.output * shape.query + kernels.inner * shape.inner) * size
+    if shape.rank:
+        token += min(kernels.projections, shape.adapted // shape.layers) * shape.rank * size
+    return batch.tokens * token + _attention_bytes(shape, size, batch, kernels, device)
+
+
+def _attention_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
+    inputs = shape.query + 2 * shape.key
+    if kernels.flash:
+        queries = 2 * shape.query + (shape.query + shape.key if shape.head_norms else 0)
+        packed = batch.tokens * (queries * size + shape.heads * FLOAT)
+        return packed + batch.cells * 2 * shape.key * size
+    if _keeps_scores(shape, batch, device):
+        return batch.cells * inputs * size + _scores(shape, size, batch)
+    return batch.cells * ((inputs + shape.query) * size + shape.heads * FLOAT)
+
+
+def _keeps_scores(shape: Shape, batch: Pass, device: str) -> bool:
+    return not shape.fused_attention or (device == "cpu" and batch.columns <= SHORT)
+
+
+def _scores(shape: Shape, size: int, batch: Pass) -> int:
+    copies = 1 if shape.fused_attention else 2  # unfused attention also keeps scores in float32
+    return copies * batch.cells * shape.heads * batch.columns * size
+
+
+def ends_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved = EAGER) -> int:
+    chosen = batch.chosen * shape.hidden * size
+    if kernels.fused:  # the residual stream; chosen hidden states and their gradient
+        return batch.tokens * shape.hidden * FLOAT + 2 * chosen
+    norms = shape.hidden * (FLOAT + (0 if shape.rank else size))
+    return batch.tokens * (norms + 2 * shape.hidden * size) + chosen
+
+
+def passing_bytes(shape: Shape, size: int, batch: Pass, device: str) -> int:
+    """Return the bytes that one layer's forward pass allocates temporarily."""
+    if kernels_of(shape, size, device).fused:
+        # The residual stream before and after attention, the outputs of attention and MLP, the norm
+        # and the attention output; then gate, up and their product.
+        streams = 2 * FLOAT * shape.hidden + 4 * shape.hidden * size
+        return batch.tokens * (streams + (shape.query + 3 * shape.inner) * size)
+    return max(_feed_forward(shape, size, batch), _attending(shape, size, batch, device))
+
+
+def _feed_forward(shape: Shape, size: int, batch: Pass) -> int:
+    return batch.tokens * (3 * shape.inner + 3 * shape.hidden) * size
+
+
+def _attending(shape: Shape, size: int, batch: Pass, device: str) -> int:
+    inputs = batch.cells * (2 * shape.query + 2 * shape.key) * size
+    scores = 2 * _scores(shape, size, batch) if _keeps_scores(shape, batch, device) else 0
+    return inputs + scores
+
+
+def training_bytes(
+    shape: Shape,
+    size: int,
+    batch: Pass,
+    *,
+    device: str,
+    checkpointing: bool = False,
+    offload: bool = False,
+    head: int = 0,
+) -> int:
+    """Return the bytes of activations in a forward and backward pass.
+
+    With gradient checkpointing, a layer keeps only its input and the result of flash attention. The
+    backward pass recomputes one layer at a time. With `offload`, the layer inputs are in main
+    memory, except the inputs that are in use or being copied. `head` is the number of bytes that
+    the LM head frees before the backward pass of fused layers begins.
+    """
+    kernels = kernels_of(shape, size, device)
+    inputs = min(ON_DEVICE, shape.layers) if offload and device != "cpu" else shape.layers
+    layer = layer_bytes(shape, size, batch, kernels, device)
+    ends = ends_bytes(shape, size, batch, kernels)
+    if kernels.fused:
+        stream = batch.tokens * shape.hidden * FLOAT
+        # The first norm keeps the layer's input itself, and the result of attention is kept.
+        attended = batch.tokens * (shape.query * size + shape.heads * FLOAT) * kernels.flash
+        again = layer - stream - attended if checkpointing else 0
+        # The temporary tensors in the backward pass of the last MLP.
+        backward = batch.tokens * (3 * shape.inner * size + shape.hidden * (FLOAT + size))
+        passing = max(0, again + backward - head)
+        kept = inputs * stream + shape.layers * attended if checkpointing else shape.layers * layer
+        return kept + ends + passing
+    layers = shape.layers * layer
+    if checkpointing:
+        layers = layer + inputs * batch.tokens * shape.hidden * size
+    # When the backward pass reaches a layer's attention, it has freed the tensors of the layer's
+    # MLP.
+    freed = batch.tokens * kernels.inner * shape.inner * size
+    passing = max(_feed_forward(shape, size, batch), _attending(shape, size, batch, device) - freed)
+    return layers + ends + passing

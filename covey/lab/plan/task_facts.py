@@ -44,7 +44,6 @@ UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
 tokens."""
 
 LINE = 120
-"""The largest number of characters of an error message in a plan."""
 
 Job = Mapping[str, Any]
 """A request to count the tokens of `solutions` (texts) and of `prompts` (lists of messages). Each
@@ -58,48 +57,34 @@ def measure(job: Job) -> Mapping[str, Any]:
 
     If an error occurs, return its message under the key `problem`.
     """
-    found: dict[str, Any] = {}
+    from transformers.utils.hub import cached_file
+
+    plain, found = {"_raise_exceptions_for_missing_entries": False}, dict[str, Any]()
     try:
-        tokenizer = _tokenizer(job["source"], job["options"])
+        source, options = job["source"], job["options"]
+        if options or not cached_file(source, "tokenizer.json", **plain):
+            from covey.models.load_model import read_tokenizer
+
+            tokenizer = read_tokenizer(source, **options)
+        else:
+            # AutoTokenizer imports transformers' model code, which takes two seconds.
+            from transformers import TokenizersBackend
+
+            tokenizer = TokenizersBackend.from_pretrained(source, trust_remote_code=False)
         found["solutions"] = [
             len(tokenizer.encode(text, add_special_tokens=False)) for text in job["solutions"]
         ]
         renderer = make_renderer(tokenizer, Template(**job["template"]), job["path"])
         found["prompts"] = [len(renderer.tokens(messages)) for messages in job["prompts"]]
-        found["context"] = _context(job["source"])
+        file = cached_file(source, "config.json", **plain)
+        sizes = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+        found["context"] = sizes.get("max_position_embeddings") or sizes.get("n_positions")
     except UNREADABLE as error:
         found["problem"] = first_line(error, LINE)
     return found
 
 
-def _context(source: str) -> int | None:
-    """Return the model's context length; None if config.json does not state it."""
-    from transformers.utils.hub import cached_file
-
-    file = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False)
-    if file is None:
-        return None
-    data = json.loads(Path(file).read_text(encoding="utf-8"))
-    length: int | None = data.get("max_position_embeddings") or data.get("n_positions")
-    return length
-
-
-def _tokenizer(source: str, options: Mapping[str, str]) -> Any:
-    from transformers.utils.hub import cached_file
-
-    plain = {"_raise_exceptions_for_missing_entries": False}
-    if options or not cached_file(source, "tokenizer.json", **plain):
-        from covey.models.load_model import read_tokenizer
-
-        return read_tokenizer(source, **options)
-    # AutoTokenizer imports transformers' model code, which takes two seconds.
-    from transformers import TokenizersBackend
-
-    return TokenizersBackend.from_pretrained(source, trust_remote_code=False)
-
-
 def measuring() -> AbstractContextManager[Measure]:
-    """Return a context manager that yields a token-counting function."""
     return nullcontext(measure) if "transformers" in sys.modules else measuring_elsewhere()
 
 
@@ -166,13 +151,10 @@ class TaskFacts:
     long_prompts: tuple[int, ...] = ()
     """The token counts of the prompts with the most characters, if all prompts are in memory."""
     context: int | None = None
-    """The model's context length."""
     longest_prompt: int | None = None
     """The token count of the longest prompt that was tokenized."""
     measured: int = 0
-    """The number of prompts whose tokens were counted."""
     prompts: int = 0
-    """The number of training prompts of the task."""
     problem: str = ""
     """The reason why the tokens of prompts could not be counted; otherwise empty."""
     unreadable: str = ""
@@ -185,13 +167,19 @@ class TaskFacts:
 
 
 def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
-    """Compute `TaskFacts` from the task and the tokenizer of a resolved configuration."""
     try:
         prompts, measured = checked_prompts(config, task_of(config), reward_of(config))
-        known, overlap = _baselines(config, measured), _overlap(prompts, measured)
+        reward, some = reward_of(evaluation_config(config)), _sample(measured, BASELINE_PROMPTS)
+        if reward.quick and may_probe(reward) and config.environment.name == NONE:
+            known = baselines(some, InlineScorer(reward))
+        else:  # scoring is not cheap
+            known = Baselines(constant=constant_by_targets(some))
+        overlap = _overlap(prompts, measured)
     except UNREADABLE as error:
         return TaskFacts(problem=first_line(error, LINE), unreadable=str(error))
-    some, long, held_out = _sample(prompts), _longest(prompts), len(measured)
+    some, held_out, long = _sample(prompts), len(measured), list[Prompt]()
+    if isinstance(prompts, list | tuple) and len(prompts) > SAMPLE:  # else the task makes them
+        long = nlargest(LONGEST, prompts, key=lambda prompt: len(prompt.text))
     try:
         source, options = source_of(config.model.path)
         job = {
@@ -226,17 +214,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
     )
 
 
-def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
-    """Score trivial answers, such as the same answer to all prompts, if scoring is cheap."""
-    reward = reward_of(evaluation_config(config))
-    some = _sample(held_out, most=BASELINE_PROMPTS)
-    if not reward.quick or not may_probe(reward) or config.environment.name != NONE:
-        return Baselines(constant=constant_by_targets(some))
-    return baselines(some, InlineScorer(reward))
-
-
 def _overlap(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
-    """Count the held-out prompts that are also in the training data."""
     return len(shared_prompts(prompts, held_out)) if isinstance(prompts, list | tuple) else 0
 
 
@@ -274,15 +252,7 @@ def _sample(prompts: Sequence[Prompt], most: int = SAMPLE) -> list[Prompt]:
     return [prompts[at] for at in range(0, len(prompts), stride)][:most]
 
 
-def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts with the most characters; empty if the task generates its prompts."""
-    if not isinstance(prompts, list | tuple) or len(prompts) <= SAMPLE:
-        return []
-    return nlargest(LONGEST, prompts, key=lambda prompt: len(prompt.text))
-
-
 def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:
-    """Return correct completions, including the reasoning if the task provides it."""
     texts, template = [], template_of(config)
     for prompt in prompts:
         try:

@@ -4,7 +4,7 @@ The web server starts these commands:
 
     covey runs check RUN --json              health of a run
     covey explain RUN --step N --json        every token of a step, trained again
-    python -m covey.lab.explain.small_step    the step explorer, kept open
+    python -m covey.lab.explain.effect       the step explorer, kept open
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ modules of the current folder."""
 TIME_LIMIT = 900.0
 KEPT = 32
 """Number of finished jobs whose results stay in memory."""
-EXPLORER = "covey.lab.explain.small_step"
+EXPLORER = "covey.lab.explain.effect"
 
 
 class ProcessError(CoveyError):

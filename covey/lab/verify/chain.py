@@ -20,7 +20,7 @@ from typing import Any
 from covey.config import Config, load_config
 from covey.config.resolve import task_of
 from covey.errors import CoveyError, RunError
-from covey.lab.doctor.result import Result
+from covey.lab.checks.result import Result
 from covey.records.digests import RECORDS_FILE, damage
 from covey.records.folder import CHANGES, RunFolder
 from covey.records.records import ANY_OBJECT, DIGEST, SAVED, STEP, Note, scan_lines, usable_lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from covey.config import Config, load_config
 from covey.config.resolve import resolve
-from covey.lab.plan.findings import coincidences
+from covey.lab.plan.equivalence import coincidences
 from covey.lab.plan.forecast import Device
 from covey.lab.plan.memory import forecast
 from covey.lab.plan.model_shape import shape_of

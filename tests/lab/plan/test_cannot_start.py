@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from covey import run as build
 from covey.cli.main import run
 from covey.config import check as start_checks
 from covey.config import load_config
 from covey.config.resolve import resolve
-from covey.models import model_path
+from covey.models import four_bit
+from covey.run import Run
 
 RAY = ("cluster.address=local", "cluster.trainers=2")
 REFUSED: dict[str, tuple[str, ...]] = {
@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "nowhere.jsonl": ("task.name=jsonl", "task.train_file=nowhere.jsonl"),
     "pairs.jsonl": ("objective.name=dpo", "preferences.file=pairs.jsonl"),
     "different prompts": ("task.name=jsonl", "task.train_file=two.jsonl"),
-    "held_out_share": (
+    "held-out prompts": (
         "task.name=jsonl", "task.train_file=two.jsonl", "task.held_out_share=0.0",
     ),
     "there is no folder 'nowhere'": ("model.path=nowhere/a/b",),
@@ -77,7 +77,7 @@ def test_a_plan_refuses_what_a_run_refuses(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(model_path, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(four_bit, "PACKAGES", ("no_such_package",))
     rows = [{"prompt": f"1 + {n}", "target": f"{n + 1}"} for n in range(4)]
     Path("two.jsonl").write_text("\n".join(map(json.dumps, rows)))
     arguments = words(REFUSED[name])
@@ -139,5 +139,5 @@ def test_a_start_and_a_plan_make_the_same_checks() -> None:
     config = resolve(load_config("arithmetic", ["adapter.dropout=0.1"]))
     (why,) = start_checks.obstacles(config, 1)
     with pytest.raises(Exception, match=r"adapter\.dropout") as raised:
-        build.Run.build(config)
+        Run.build(config)
     assert str(raised.value) == why

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from covey.evaluation.intervals import paired_difference
-from covey.lab.plan.idle_settings import NOTICEABLE_BETA
-from covey.lab.plan.risky_settings import FEWEST_PROMPTS, POINTS
+from covey.lab.plan.findings import FEWEST_PROMPTS, NOTICEABLE_BETA, POINTS
 from covey.objective import build, with_advantage
 from covey.objective.penalty import PENALTIES, adapted_beta
 from covey.policy.schedule import Schedule, Used

@@ -9,8 +9,8 @@ import pytest
 
 from covey.config import Config, load_config, recipe_names
 from covey.config.resolve import resolve
-from covey.lab.plan.finding import Finding, setup_of
-from covey.lab.plan.findings import RULES, coincidences, findings
+from covey.lab.plan.equivalence import Finding, coincidences, setup_of
+from covey.lab.plan.findings import RULES, findings
 from covey.lab.plan.task_facts import TaskFacts, task_facts
 from covey.objective import ALGORITHMS
 from covey.scoring.baselines import Baseline, Baselines
@@ -156,6 +156,14 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
         "risk", "teacher.context = success needs a second completion in each group",
         ["objective.name=sdpo", "teacher.policy=current", "rollout.group_size=1"],
     ),
+    "teacher of half-known groups": (
+        ["objective.name=sdpo", "teacher.policy=current", "teacher.context={success = '{text}'}"],
+        "risk", "groups without a correct completion have no privileged text",
+        ["objective.name=sdpo", "teacher.policy=current", "teacher.context={success = '{text}'}",
+         "filter.dynamic_sampling=true"],
+    ),
+    "copy without staleness": (["engine.kind=process", "overlap.mode=copy"], "idle", "overlap.mode = 'copy' overlaps nothing",
+                               ["engine.kind=process", "overlap.mode=copy", "overlap.staleness=1"]),
     "teacher that is the policy": (
         ["objective.name=sdpo", "teacher.policy=moving", "teacher.alpha=1.0"], "idle",
         "teacher.policy = 'moving' is the same as 'current' here", ["objective.name=sdpo", "teacher.policy=moving"],
@@ -204,7 +212,9 @@ def test_every_rule_has_a_case() -> None:
     constant = Baseline(success=0.375, answer="1", prompts=100)
     shortcut = TaskFacts(held_out=200, overlap=7, baselines=Baselines(constant=constant))
     setups.append(setup_of(config_of(), shortcut))
-    silent = [rule.__name__ for rule in RULES if not any(list(rule(setup)) for setup in setups)]
+    drawn = config_of("curriculum.sampling=uncertain", "train.steps=2")
+    setups.append(setup_of(drawn, TaskFacts(prompts=900)))
+    silent = [rule.title for rule in RULES if not any(rule.findings(s) for s in setups)]
     assert silent == []
 
 

@@ -21,13 +21,11 @@ from covey.embedded import CHECKPOINT
 from covey.engines.native.backend import EagerBackend
 from covey.engines.native.engine import NativeEngine
 from covey.errors import ConfigError, ModelError
-from covey.lab.plan import activations
 from covey.lab.plan import forecast as forecasts
-from covey.lab.plan.activations import Pass
-from covey.lab.plan.fit import changed, memory_findings, settings_that_fit
+from covey.lab.plan import model_shape
 from covey.lab.plan.forecast import ALWAYS, MICRO_BATCH_STEP, Device, Forecast, Part
-from covey.lab.plan.memory import MARGIN, forecast
-from covey.lab.plan.model_shape import measure, shape_of
+from covey.lab.plan.memory import MARGIN, changed, forecast, memory_findings, settings_that_fit
+from covey.lab.plan.model_shape import Pass, measure, shape_of
 from covey.lab.plan.task_facts import ASSUMED_PROMPT, TaskFacts, task_facts
 from covey.models.adapter import add_adapter, save_adapter
 from covey.models.language_model import LanguageModel
@@ -123,7 +121,7 @@ def test_a_layer_keeps_what_autograd_saves(completion: int, dtype: torch.dtype, 
     rows, columns = packed.packing.rows.shape
     tokens = len(packed.input_ids)
     count = Pass(rows=rows, columns=columns, tokens=tokens, chosen=6 * completion, packed=True)
-    got = activations.layer_bytes(shape, dtype.itemsize, count, activations.EAGER, "cpu")
+    got = model_shape.layer_bytes(shape, dtype.itemsize, count, model_shape.EAGER, "cpu")
     # A number for each token and norm is not worth a term.
     assert saved_bytes(two, batch) - saved_bytes(one, batch) == pytest.approx(got, rel=0.01)
 

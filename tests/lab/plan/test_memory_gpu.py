@@ -21,12 +21,10 @@ from covey.engines.native import decode_graph as graph
 from covey.engines.native.decode_graph import FusedDecoder
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.protocol import Limits
-from covey.lab.plan import activations
-from covey.lab.plan.activations import Pass, Saved
+from covey.lab.plan import model_shape
 from covey.lab.plan.forecast import ALWAYS, Device, Forecast
-from covey.lab.plan.largest_micro_batch import largest_micro_batch
-from covey.lab.plan.memory import forecast
-from covey.lab.plan.model_shape import measure
+from covey.lab.plan.memory import forecast, largest_micro_batch
+from covey.lab.plan.model_shape import Pass, Saved, measure
 from covey.lab.plan.task_facts import TaskFacts, task_facts
 from covey.models.language_model import LanguageModel
 from covey.parallel.passes import balanced_parts
@@ -83,7 +81,7 @@ def test_a_fused_layer_keeps_what_autograd_saves(
     count = Pass(rows=6, columns=12, tokens=tokens, chosen=48, packed=True)
     shape = replace(measure(llama(2, kind=name).model), rank=rank, adapted=14 if rank else 0)
     assert (tokens, shape.fuses, shape.head_norms) == (2 * 5 + 6 * 7, True, name == "qwen3")
-    got = activations.layer_bytes(shape, 4, count, activations.FLASH, "cuda")
+    got = model_shape.layer_bytes(shape, 4, count, model_shape.FLASH, "cuda")
     # One number per token and norm is not worth a term.
     found = fused_bytes(two, packed) - fused_bytes(one, packed)
     heads = 4 * tokens * 8 if shape.head_norms else 0
@@ -97,16 +95,16 @@ def layers_of(name: str, layers: int, rank: int) -> LanguageModel:
 @pytest.mark.parametrize(
     ("name", "size", "device", "kernels"),
     [
-        ("llama", 2, "cuda", activations.FLASH),
-        ("llama", 4, "cuda", activations.FUSED),
-        ("llama", 4, "cpu", activations.EAGER),
-        ("qwen2", 2, "cuda", activations.FLASH),
-        ("gpt2", 2, "cuda", activations.EAGER),
-        ("gemma3", 2, "cuda", activations.EAGER),
+        ("llama", 2, "cuda", model_shape.FLASH),
+        ("llama", 4, "cuda", model_shape.FUSED),
+        ("llama", 4, "cpu", model_shape.EAGER),
+        ("qwen2", 2, "cuda", model_shape.FLASH),
+        ("gpt2", 2, "cuda", model_shape.EAGER),
+        ("gemma3", 2, "cuda", model_shape.EAGER),
     ],
 )
 def test_the_kernels_of_a_model(name: str, size: int, device: str, kernels: Saved) -> None:
-    assert activations.kernels_of(measure(build(name).model), size, device) == kernels
+    assert model_shape.kernels_of(measure(build(name).model), size, device) == kernels
 
 
 @pytest.mark.parametrize("budget", [1, 100, 300, 1000, 100_000])

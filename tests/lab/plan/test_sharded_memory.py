@@ -9,9 +9,8 @@ import pytest
 
 from covey.config import Config, load_config
 from covey.config.resolve import resolve
-from covey.lab.plan.fit import memory_findings, ranks_that_fit
 from covey.lab.plan.forecast import Device, Forecast
-from covey.lab.plan.memory import forecast
+from covey.lab.plan.memory import forecast, memory_findings, ranks_that_fit
 from covey.lab.plan.model_shape import shape_of
 from covey.lab.plan.task_facts import TaskFacts, task_facts
 

@@ -8,7 +8,7 @@ import pytest
 
 from covey.config import load_config
 from covey.config.resolve import resolve
-from covey.lab.plan.run_time import (
+from covey.lab.plan.summary import (
     MEASURED,
     WARM_UP,
     duration,

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from covey.errors import ConfigError
-from covey.lab.explain.small_step import small_step
+from covey.lab.explain.effect import small_step
 from covey.objective import ALGORITHMS
 from tests.lab.ui.browser import Browser
 

@@ -1,29 +1,39 @@
-"""Checks the reward, the sandbox, exact resume, memory and step time on this machine."""
+"""Runs all checks of `covey doctor` on a small version of the user's own run."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from covey.config import Config, to_toml
+from covey.config import Config, parse_config, to_toml
 from covey.config.resolve import reward_of, task_of
+from covey.lab.checks.policy import ARRIVES, engine_checks, gradient_checks, weights_check
+from covey.lab.checks.result import Clock, Result, results_of
 from covey.lab.compare.launch import peak_memory
-from covey.lab.doctor.result import Clock, Result
 from covey.lab.plan.forecast import Forecast, size_text
+from covey.lab.plan.memory import forecast
+from covey.lab.plan.model_shape import shape_of
+from covey.lab.plan.task_facts import task_facts
 from covey.lab.rewards.checks import Lab, examine
 from covey.loop import train
+from covey.models.gguf import find_gguf, import_gguf
 from covey.records.digests import DIGESTS_FILE
 from covey.records.folder import RunFolder
+from covey.records.provenance import describe_environment
+from covey.records.trackers import Tracker
 from covey.rewards.identity import identity
+from covey.rollout.collect import collect_step
 from covey.run import Run
 from covey.sandbox import program as sandbox
 from covey.sandbox.limits import Case
@@ -31,8 +41,83 @@ from covey.sandbox.program import run_program
 from covey.scoring import Pool
 from covey.stopping import StopSignal
 
+SIZES = ((2e8, (4, 8, 48)), (1e9, (2, 4, 16)), (math.inf, (2, 2, 8)))
+"""The size of the small training step by the largest number of parameters that a CPU trains in
+time: numbers of prompts, of completions per prompt, and of tokens per completion. A GPU takes the
+first."""
+SLOW_FLOPS = 2e10
+SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
+
+
+def small(config: Config, size: tuple[int, int, int] = SIZES[0][1]) -> Config:
+    """Return the configuration of a short run with two small training steps and no dropout."""
+    data = config.model_dump()
+    most = dict(zip(("prompts_per_step", "group_size", "max_tokens"), size, strict=True))
+    data["rollout"] |= {name: min(data["rollout"][name], limit) for name, limit in most.items()}
+    rows = data["rollout"]["prompts_per_step"] * data["rollout"]["group_size"]
+    data["train"] |= {"steps": 2, "stop_after": {}, "stop_on": [], "patience": 0}
+    data["train"]["mini_batches"] = min(data["train"]["mini_batches"], 2, rows)
+    data["evaluate"] |= {"every": 0, "prompts": PROMPTS}
+    data["save"] |= {"every": 1, "keep": 2, "best": "", "samples_every": 0}
+    data["adapter"]["dropout"] = 0.0
+    data["trackers"] = []
+    return parse_config(data)
+
+
+def examine_run(config: Config, clock: Clock) -> Iterator[Result]:
+    clock.say("reading model and data")
+    if (gguf := find_gguf(config.model.path)) is not None:
+        import_gguf(gguf)  # convert the file here, so that the measured load time excludes it
+    facts, shape = task_facts(small(config)), shape_of(config)
+    on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
+    short = small(config, next(size for most, size in SIZES if on_gpu or shape.parameters <= most))
+    rollout = short.rollout
+    tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_tokens
+    # A first guess, which measurements replace.
+    clock.pace.rollout = clock.pace.update = 6 * shape.parameters * tokens / SLOW_FLOPS
+    memory = forecast(short, facts=facts, shape=shape)
+    yield from results_of("training", lambda: _policy_checks(short, clock))
+    clock.say("reward")
+    yield from results_of("reward: lab", lambda: reward_checks(short))
+    clock.say("sandbox")
+    yield from results_of("sandbox", lambda: sandbox_check(short))
+    with tempfile.TemporaryDirectory(prefix="covey-doctor-") as folder:
+        checks = partial(resume_checks, short, Path(folder), memory, clock)
+        yield from results_of("resume", checks)
+    found = describe_environment(config.seed, config.model.device, torch.get_num_threads())
+    packages = {name: found["packages"].get(name) for name in SHOWN}
+    listed = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+    yield Result(name="versions", passed=True, figure=f"Python {found['python']}, {listed}")
+
+
+def _policy_checks(config: Config, clock: Clock) -> Iterator[Result]:
+    """Check the engine and the gradient on the completions of one training step.
+
+    The checks change the weights of the policy.
+    """
+    if skipped := clock.skips("engine, gradient", clock.pace.rollout + clock.pace.update):
+        yield skipped
+        return
+    clock.say("loading the model")
+    with clock.pace.measures("load"):
+        run = Run.build(config)
+    with closing(run):
+        clock.say("generating completions")
+        with clock.pace.measures("rollout"):
+            collected = collect_step(run, 1, Tracker(), 0.0).collected
+            groups = list(collected.groups)
+        try:
+            yield from results_of("engine", lambda: engine_checks(run, groups, clock))
+            yield from results_of("gradient", lambda: gradient_checks(run, groups, clock))
+            yield from results_of(ARRIVES, lambda: weights_check(run, groups, clock))
+        finally:
+            run.engine.close()
+
+
+# Checks the reward, the sandbox, exact resume, memory and step time on this machine.
+
+
 PROMPTS = 8
-"""The number of held-out prompts with which the reward is tested."""
 OVER = 1.5
 """The largest allowed ratio of measured to forecast memory. Measured memory above the forecast is
 normal, because earlier checks leave some memory in use.
@@ -102,15 +187,17 @@ def reward_checks(config: Config) -> Iterator[Result]:
 
 
 def sandbox_check(config: Config) -> Iterator[Result]:
-    """Check that programs in the sandbox cannot reach files, environment variables or the
-    network."""
     name, remedy = "sandbox", "apt install bubblewrap; in a container, allow user namespaces"
     if _asks_unsafe(config.reward.options):
         figure = "reward: unsafe = true runs programs of the model without protection"
         yield Result(name=name, passed=False, figure=figure, remedy="remove unsafe = true")
         return
     if problem := sandbox.isolation_problem():
-        needed = _needs_sandbox(config)
+        needed = config.environment.name in CODE_ENVIRONMENTS
+        try:
+            reward_of(config)
+        except Exception as error:
+            needed |= "sandbox" in str(error)
         figure = problem if needed else f"{problem}; this configuration does not need it"
         yield Result(name=name, passed=False if needed else None, figure=figure, remedy=remedy)
         return
@@ -130,16 +217,6 @@ def _asks_unsafe(options: Any) -> bool:
     return False
 
 
-def _needs_sandbox(config: Config) -> bool:
-    if config.environment.name in CODE_ENVIRONMENTS:
-        return True
-    try:
-        reward_of(config)
-    except Exception as error:
-        return "sandbox" in str(error)
-    return False
-
-
 def resume_checks(
     config: Config, folder: Path, expected: Forecast, clock: Clock
 ) -> Iterator[Result]:
@@ -147,7 +224,10 @@ def resume_checks(
     if skipped := clock.skips("resume, memory, time", clock.pace.resume):
         yield skipped
         return
-    _reset_peak()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):  # ask Linux to reset the peak memory
+        Path("/proc/self/clear_refs").write_text("5")
     whole = RunFolder.create(folder / "whole", to_toml(config), {})
     _trained(config, whole)
     used = peak_memory(torch.device(expected.device.kind))
@@ -157,36 +237,33 @@ def resume_checks(
     lines = (resumed.path / "checkpoints.jsonl").read_text(encoding="utf-8").splitlines()
     (resumed.path / "checkpoints.jsonl").write_text(f"{lines[0]}\n", encoding="utf-8")
     _trained(config, resumed)
-    yield _same_end(config, whole, resumed)
-    yield _memory(expected, used)
-    yield _time(whole)
-
-
-def _reset_peak() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):  # ask Linux to reset the peak memory
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _trained(config: Config, folder: RunFolder) -> None:
-    with closing(Run.build(config)) as run:
-        train(run, folder, [], StopSignal())
-
-
-def _same_end(config: Config, whole: RunFolder, resumed: RunFolder) -> Result:
     ends = [run.path / "checkpoints/000002" / DIGESTS_FILE for run in (whole, resumed)]
     digests = [set(end.read_text(encoding="utf-8").splitlines()) for end in ends]
     other = sorted(line.split()[1] for line in digests[0] ^ digests[1])
     exact = config.model.deterministic or not torch.cuda.is_available()
     figure = "bit for bit" if not other else f"other bits in {', '.join(sorted(set(other)))}"
-    return Result(
+    yield Result(
         name="resume",
         passed=True if not other else False if exact else None,
         figure=f"two steps, stopped after the first: {figure}",
         remedy="the run depends on state that checkpoints do not save; look for state in your own "
         "reward, task or algorithm",
     )
+    yield _memory(expected, used)
+    first, second = whole.steps()
+    guess = first["time/total"] * max(1, second["tokens"] - first["tokens"]) / first["tokens"]
+    taken = second["time/total"]
+    yield Result(
+        name="time",
+        passed=taken <= 5 * guess,
+        figure=f"step 2 took {taken:.1f} s, forecast {guess:.1f} s from step 1",
+        remedy="steps do not take the same time: another process may use this machine",
+    )
+
+
+def _trained(config: Config, folder: RunFolder) -> None:
+    with closing(Run.build(config)) as run:
+        train(run, folder, [], StopSignal())
 
 
 def _memory(expected: Forecast, used: int) -> Result:
@@ -197,16 +274,4 @@ def _memory(expected: Forecast, used: int) -> Result:
         passed=used <= OVER * bytes_expected + (WORKSPACES if on_gpu else 0),
         figure=f"{size_text(used)}, forecast {size_text(bytes_expected)}",
         remedy="`covey plan` forecasts too little memory for this model; leave more memory free",
-    )
-
-
-def _time(run: RunFolder) -> Result:
-    first, second = run.steps()
-    expected = first["time/total"] * max(1, second["tokens"] - first["tokens"]) / first["tokens"]
-    taken = second["time/total"]
-    return Result(
-        name="time",
-        passed=taken <= 5 * expected,
-        figure=f"step 2 took {taken:.1f} s, forecast {expected:.1f} s from step 1",
-        remedy="steps do not take the same time: another process may use this machine",
     )

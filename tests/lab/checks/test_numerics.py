@@ -13,14 +13,17 @@ from covey.collate import collate
 from covey.config import load_config
 from covey.config.resolve import resolve
 from covey.embedded import CHECKPOINT
-from covey.lab.numerics.logp_variants import (
+from covey.lab.checks.numerics import (
+    Report,
     alone_logp,
+    clip_range,
     common_prefix,
+    default_updates,
     log_kept,
+    measure,
     upcast,
     wide_logp,
 )
-from covey.lab.numerics.measure_gaps import Report, clip_range, default_updates, measure
 from covey.models.logp import LogProbs
 from covey.rollout.collect import collect_step
 from covey.run import Run

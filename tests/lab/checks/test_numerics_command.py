@@ -94,11 +94,3 @@ def test_an_sft_run_is_an_error(
     file.write_text(json.dumps({**json.loads(file.read_text()), "kind": "warmup"}))
     assert run(["numerics", str(copied)]) != 0
     assert "is an SFT run, which has no rollouts to measure" in capsys.readouterr().err
-
-
-def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["numerics", "--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "log-probs of engine and trainer differ" in shown
-    for flag in ("--set", "--model", "--updates", "--out", "--smoke", "--json"):
-        assert flag in shown

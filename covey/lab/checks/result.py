@@ -23,18 +23,14 @@ class Result:
     passed: bool | None
     """Whether the check passed, or None if it was skipped or does not apply."""
     figure: str
-    """What the check found, in a few words."""
     remedy: str = ""
-    """What the user can do if the check fails."""
     seconds: float = 0.0
 
     @property
     def sign(self) -> str:
-        """The sign ✔ if the check passed, ✗ if it failed, and - if it was skipped."""
         return {True: "✔", False: "✗", None: "-"}[self.passed]
 
     def row(self) -> dict[str, Any]:
-        """Return plain data."""
         return asdict(self)
 
 
@@ -82,8 +78,6 @@ class Pace:
 
     @contextmanager
     def measures(self, part: str) -> Iterator[None]:
-        """Measure how long the `with` block takes, and store the time in the field that `part`
-        names."""
         started = time.perf_counter()
         yield
         setattr(self, part, time.perf_counter() - started)
@@ -109,7 +103,6 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """The number of seconds left until the time limit."""
         return self.limit - (time.perf_counter() - self.started)
 
     def skips(self, name: str, expected: float = 0.0) -> Result | None:

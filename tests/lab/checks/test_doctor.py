@@ -17,13 +17,11 @@ from covey.cli.main import run as covey
 from covey.config import Config, load_config
 from covey.config.resolve import resolve
 from covey.engines.native.engine import NativeEngine
-from covey.lab.doctor import machine
-from covey.lab.doctor.checkup import examine_run, small
-from covey.lab.doctor.engine_checks import engine_checks, weights_check
-from covey.lab.doctor.gradient import gradient_checks
-from covey.lab.doctor.machine import resume_checks, reward_checks, sandbox_check
-from covey.lab.doctor.result import Clock, Result
-from covey.lab.numerics.logp_variants import upcast
+from covey.lab.checks import doctor
+from covey.lab.checks.doctor import examine_run, resume_checks, reward_checks, sandbox_check, small
+from covey.lab.checks.numerics import upcast
+from covey.lab.checks.policy import engine_checks, gradient_checks, weights_check
+from covey.lab.checks.result import Clock, Result
 from covey.lab.plan.memory import forecast
 from covey.policy.optimizer import MasterAdamW
 from covey.records.trackers import Tracker
@@ -175,4 +173,4 @@ def test_workspaces_of_a_gpu_count_as_memory_of_a_tiny_model(
     expected = SimpleNamespace(
         device=SimpleNamespace(kind=kind), tensors=22 * 2**20, peak=22 * 2**20
     )
-    assert machine._memory(cast(Any, expected), used * 2**20).passed is passed
+    assert doctor._memory(cast(Any, expected), used * 2**20).passed is passed

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from covey.lab.numerics.gap import ClipRange, Gap, gap_of
-from covey.lab.numerics.measure_gaps import CAUSES, Cause
+from covey.lab.checks.numerics import CAUSES, Cause, ClipRange, Gap, gap_of
 from covey.objective import ratio
 
 TOKENS = ClipRange(low=0.8, high=1.2)

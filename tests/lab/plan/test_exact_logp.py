@@ -12,7 +12,7 @@ from covey.engines.make import native_copy
 from covey.engines.vllm.client import Client
 from covey.engines.vllm.engine import Replica, VllmEngine
 from covey.engines.vllm.sync import FileSync
-from covey.lab.exact_logp import expected_exact_logp
+from covey.lab.plan.equivalence import expected_exact_logp
 from covey.models.load_model import load_language_model
 from covey.run import Run
 

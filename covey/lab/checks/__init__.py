@@ -1,0 +1,1 @@
+"""Checks of a configuration on this machine: `covey doctor` and `covey numerics`."""

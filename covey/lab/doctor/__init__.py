@@ -1,1 +1,0 @@
-"""Checks of a configuration on this machine, for `covey doctor`."""
