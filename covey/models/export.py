@@ -36,29 +36,25 @@ def export_model(
         model = load_language_model(
             str(merged) if adapted else source, dtype=dtype, device="cpu", template=template
         )
-        _write(model, partial)
+        tokenizer, inner = model.tokenizer, model.model
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        first = [i for i in model.stop_ids if i == tokenizer.eos_token_id]
+        stops = first + [i for i in model.stop_ids if i not in first]
+        for config in (inner.config, inner.generation_config):
+            # List all stop tokens, because inference engines stop only at eos_token_id.
+            config.eos_token_id = stops[0] if len(stops) == 1 else stops or None
+            config.pad_token_id = tokenizer.pad_token_id
+        try:
+            inner.save_pretrained(partial)
+        except SafetensorError as error:
+            raise OSError(str(error)) from None  # from safetensors, for example on a full disk
+        tokenizer.save_pretrained(partial)
+        readable = (partial / "config.json").stat().st_mode
+        for weights in partial.glob("*.safetensors"):
+            weights.chmod(readable)  # safetensors makes its files readable only by their owner
         shutil.rmtree(merged, ignore_errors=True)
         (partial / "README.md").write_text(card(model.stop_ids, adapted), encoding="utf-8")
-
-
-def _write(model: LanguageModel, folder: Path) -> None:
-    tokenizer, inner = model.tokenizer, model.model
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    first = [i for i in model.stop_ids if i == tokenizer.eos_token_id]
-    stops = first + [i for i in model.stop_ids if i not in first]
-    for config in (inner.config, inner.generation_config):
-        # List all stop tokens, because inference engines stop only at eos_token_id.
-        config.eos_token_id = stops[0] if len(stops) == 1 else stops or None
-        config.pad_token_id = tokenizer.pad_token_id
-    try:
-        inner.save_pretrained(folder)
-    except SafetensorError as error:
-        raise OSError(str(error)) from None  # from safetensors, for example on a full disk
-    tokenizer.save_pretrained(folder)
-    readable = (folder / "config.json").stat().st_mode
-    for weights in folder.glob("*.safetensors"):
-        weights.chmod(readable)  # safetensors makes its files readable only by their owner
 
 
 # Merge an adapter into its base model.

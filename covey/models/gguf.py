@@ -141,7 +141,9 @@ def _convert(file: Path, folder: Path) -> None:
     try:
         header = _read_header(file)
         where, name = str(file.parent), file.name
-        with _no_progress_bars():
+        shows_progress = sys.stderr.isatty() and not is_quiet()
+        quiet = contextlib.redirect_stderr(io.StringIO())
+        with contextlib.nullcontext() if shows_progress else quiet:
             tokenizer = read_tokenizer(where, gguf_file=name)
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 where, gguf_file=name, dtype=torch.float32, **NO_CODE
@@ -150,7 +152,18 @@ def _convert(file: Path, folder: Path) -> None:
         why = str(error).strip().splitlines()[0][:300] if str(error).strip() else repr(error)
         raise ModelError(f"model: cannot import {file}: {why}") from None
     tokenizer = _repaired_tokenizer(tokenizer, header, file)
-    _repair_model(model, header, tokenizer, file)
+    types = {p.dtype for p in model.parameters()}
+    if types != {torch.float32}:
+        raise ModelError(
+            f"model: {file} cannot be imported: its weights were unpacked to {types} instead of "
+            "float32"
+        )
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config
+    stops = list(header.stop_ids)
+    for settings in (model.config, model.generation_config):
+        settings.eos_token_id = stops[0] if len(stops) == 1 else stops
+        settings.pad_token_id = tokenizer.pad_token_id
     # transformers does not save models that came from GGUF, so a copy of the model without weights
     # saves them.
     config = copy.deepcopy(model.config)
@@ -164,16 +177,6 @@ def _convert(file: Path, folder: Path) -> None:
     except SafetensorError as error:
         raise OSError(str(error)) from None  # from safetensors, for example on a full disk
     _verify(model, tokenizer, folder, file)
-
-
-@contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Hide progress bars if stderr is not a terminal, or in a quiet call of the Python API."""
-    if sys.stderr.isatty() and not is_quiet():
-        yield
-    else:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
 
 
 def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
@@ -206,22 +209,6 @@ def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
             f"tokenizer gives this token the id {repaired.eos_token_id}"
         )
     return repaired
-
-
-def _repair_model(model: Any, header: _Header, tokenizer: Any, file: Path) -> None:
-    """Set the stop tokens; remove quantization settings, because the weights are now float32."""
-    types = {p.dtype for p in model.parameters()}
-    if types != {torch.float32}:
-        raise ModelError(
-            f"model: {file} cannot be imported: its weights were unpacked to {types} instead of "
-            "float32"
-        )
-    if getattr(model.config, "quantization_config", None) is not None:
-        del model.config.quantization_config
-    stops = list(header.stop_ids)
-    for config in (model.config, model.generation_config):
-        config.eos_token_id = stops[0] if len(stops) == 1 else stops
-        config.pad_token_id = tokenizer.pad_token_id
 
 
 def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:

@@ -95,7 +95,15 @@ def missing_folder_note(path: str) -> str:
 
 def _check_folder(folder: Path) -> None:
     if any(True for name in MODEL_FILES for _ in folder.glob(name)):
-        _check_weights(folder)
+        for index in sorted(folder.glob(INDEX_FILES)):
+            check_index(index)
+        suffixes = {file.suffix.lower(): file.name for file in sorted(folder.iterdir())}
+        pickled = [suffixes[suffix] for suffix in PICKLED if suffix in suffixes]
+        if pickled and not SAFE & suffixes.keys():
+            raise ModelError(
+                f"model: {folder} has its weights in the pickle file {pickled[0]}, which can run "
+                "code when it is read; if you trust this file, convert it to safetensors"
+            )
         if not (folder / "config.json").exists() and any(folder.glob("*.gguf")):
             _check_gguf_packages(str(folder))
         return
@@ -127,19 +135,6 @@ def _check_gguf_packages(path: str) -> None:
     if missing:
         raise ModelError(
             f"model.path = {path!r} needs {', '.join(missing)}: {' && '.join(commands)}"
-        )
-
-
-def _check_weights(folder: Path) -> None:
-    """Raise ModelError for pickled weights, because reading a pickle can run arbitrary code."""
-    for index in sorted(folder.glob(INDEX_FILES)):
-        check_index(index)
-    suffixes = {file.suffix.lower(): file.name for file in sorted(folder.iterdir())}
-    pickled = [suffixes[suffix] for suffix in PICKLED if suffix in suffixes]
-    if pickled and not SAFE & suffixes.keys():
-        raise ModelError(
-            f"model: {folder} has its weights in the pickle file {pickled[0]}, which can run code "
-            "when it is read; if you trust this file, convert it to safetensors"
         )
 
 

@@ -132,24 +132,21 @@ class Lifeline:
         *lines, rest = (self._buffers.get(rank, b"") + data).split(b"\n")
         self._buffers[rank] = rest[-LINE_BYTES:]
         for line in lines:
-            self._hear(rank, line)
+            try:
+                message = json.loads(line)
+                about, text = int(message["rank"]), str(message.get("text", ""))
+                code = int(message.get("code", 1))
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue
+            if message.get("left"):
+                self.left.add(rank)
+            elif self.loss is None:
+                self.loss = Loss(rank=about, text=text, code=code)
+                self._pass_on()
         if not data and rank not in self.left and self.loss is None:
             self.loss = Loss(rank=rank, text="")
             self._pass_on()
         return bool(data)
-
-    def _hear(self, rank: int, line: bytes) -> None:
-        try:
-            message = json.loads(line)
-            about, text = int(message["rank"]), str(message.get("text", ""))
-            code = int(message.get("code", 1))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return
-        if message.get("left"):
-            self.left.add(rank)
-        elif self.loss is None:
-            self.loss = Loss(rank=about, text=text, code=code)
-            self._pass_on()
 
     def _pass_on(self) -> None:
         if self.rank == 0 and self.loss is not None:

@@ -169,20 +169,16 @@ class GatheredSteps:
             if holder.grad is not None:
                 if self.world.size > 1:
                     self.world.sum_in_place(holder.grad)
-                self.shards[name].grad = self._as_shard(name, holder)
+                grad = self.sums.get(name)
+                if grad is None:
+                    grad = sharded_like(holder.grad, self.shards[name])
+                if isinstance(holder, GradHolder):
+                    self.sums[name] = grad  # shares the memory of the float32 sum
+                    assert local_part(grad).data_ptr() == holder.grad.data_ptr()
+                self.shards[name].grad = grad
             holder.grad = None
         for part in self.parts:
             part.reshard()
-
-    def _as_shard(self, name: str, holder: Any) -> torch.Tensor:
-        """Return a gradient as a sharded tensor that shares the gradient's memory."""
-        grad: torch.Tensor = holder.grad
-        if not isinstance(holder, GradHolder):
-            return sharded_like(grad, self.shards[name])
-        if name not in self.sums:
-            self.sums[name] = sharded_like(grad, self.shards[name])
-        assert local_part(self.sums[name]).data_ptr() == grad.data_ptr()
-        return self.sums[name]
 
 
 def _sharded_parts(root: Any) -> list[Any]:

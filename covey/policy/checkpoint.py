@@ -90,7 +90,14 @@ def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.T
 def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
     """Load a checkpoint into the policy and its optimizer; return the contents of covey.json."""
     try:
-        state = _read_state(folder / STATE_FILE)
+        try:
+            state: Any = json.loads(read_text(folder / STATE_FILE))
+        except RecursionError:
+            raise ValueError(f"{STATE_FILE} is not JSON") from None
+        if not isinstance(state, dict) or type(state.get("version")) is not int:
+            raise ValueError(f"{STATE_FILE} has no version")
+        if type(state.get("step")) not in (int, type(None)):
+            raise ValueError(f"{STATE_FILE}: step is not a whole number")
         if (folder / STATE_FOLDER / METADATA_FILE).is_file():
             load_state(policy.optimizer, folder, sharded=policy.model.sharded)
         else:
@@ -103,18 +110,6 @@ def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
         policy.version = state["version"]
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise RunError(f"checkpoint {folder} cannot be read: {error}") from None
-    return state
-
-
-def _read_state(file: Path) -> dict[str, Any]:
-    try:
-        state: Any = json.loads(read_text(file))
-    except RecursionError:
-        raise ValueError(f"{file.name} is not JSON") from None
-    if not isinstance(state, dict) or type(state.get("version")) is not int:
-        raise ValueError(f"{file.name} has no version")
-    if type(state.get("step")) not in (int, type(None)):
-        raise ValueError(f"{file.name}: step is not a whole number")
     return {"step": None, **state}
 
 

@@ -128,28 +128,20 @@ def load_model(config: Config, device: str = "") -> LanguageModel:
     model = with_prompt_limit(config, model)
     if base is not None:
         model = load_adapter(model, Path(path))
-    model = _with_adapter(config, model)
+    wanted = config.adapter
+    if model.adapter is not None and wanted.rank not in (0, model.adapter.r):
+        raise ConfigError(
+            f"config: adapter.rank = {wanted.rank}, but the adapter {path} has rank "
+            f"{model.adapter.r}; leave adapter.rank out, or merge the adapter first"
+        )
+    if model.adapter is None and wanted.rank > 0:
+        settings = wanted.model_dump(exclude={"load_in_4bit", "dropout"})
+        # For a GGUF file or `smollm2`, the adapter names the imported folder, which peft can load.
+        named = path if find_gguf(path) is None else ""
+        model = add_adapter(model, **settings, seed=config.seed, base=named)
     if config.adapter.dropout:
         set_dropout(model, config.adapter.dropout)
     return model
-
-
-def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
-    """Add the adapter that [adapter] describes, unless the model already has one."""
-    wanted = config.adapter
-    if model.adapter is not None:
-        if wanted.rank not in (0, model.adapter.r):
-            raise ConfigError(
-                f"config: adapter.rank = {wanted.rank}, but the adapter {config.model.path} has "
-                f"rank {model.adapter.r}; leave adapter.rank out, or merge the adapter first"
-            )
-        return model
-    if wanted.rank == 0:
-        return model
-    settings = wanted.model_dump(exclude={"load_in_4bit", "dropout"})
-    # For a GGUF file or `smollm2`, the adapter names the imported folder, which peft can load.
-    base = config.model.path if find_gguf(config.model.path) is None else ""
-    return add_adapter(model, **settings, seed=config.seed, base=base)
 
 
 def load_frozen(

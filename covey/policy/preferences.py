@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from covey.errors import DataError
-from covey.models.language_model import LanguageModel
 from covey.rollout.collect import Collected, StepRollouts, Ticket
 from covey.rollout.filter import Selected
 from covey.rollout.prompts import step_prompts
@@ -41,48 +40,48 @@ def read_pairs(file: str) -> list[Prompt]:
 
 def collect_pairs(run: Run, log: Tracker, tickets: Sequence[Ticket]) -> list[StepRollouts]:
     """Return the pairs of steps in a seeded order, without pairs that are too long."""
-    return [_step_pairs(run, ticket) for ticket in tickets]
-
-
-def _step_pairs(run: Run, ticket: Ticket) -> StepRollouts:
-    config, context, step = run.config, run.policy.model.context, ticket.step
+    config, model = run.config, run.policy.model
     most = config.preferences.max_tokens or config.rollout.max_tokens
-    drawn = step_prompts(
-        run.prompts, seed=config.seed, step=step - 1, count=config.rollout.prompts_per_step
-    )
-    groups = [_group(run.policy.model, prompt, ticket.version) for prompt in drawn]
-    short = tuple(
-        group
-        for group in groups
-        if all(
-            len(r.tokens) <= most and len(r.prompt_tokens) + len(r.tokens) <= context
-            for r in group.rollouts
+    found = []
+    for ticket in tickets:
+        drawn = step_prompts(
+            run.prompts,
+            seed=config.seed,
+            step=ticket.step - 1,
+            count=config.rollout.prompts_per_step,
         )
-    )
-    left_out = len(groups) - len(short)
-    note = f"step {step}: {left_out} pairs are too long and left out (preferences.max_tokens)"
-    return StepRollouts(
-        ticket=ticket,
-        collected=Collected(groups=short, errors=((),) * len(short)),
-        selected=Selected(groups=short),
-        rounds=1,
-        notes=(note,) if left_out else (),
-    )
-
-
-def _group(model: LanguageModel, prompt: Prompt, version: int) -> Group:
-    """Return a pair as a group; the rewards are 1 (chosen) and 0 (rejected)."""
-    rollouts = [
-        encode_example(
-            model,
-            prompt.messages,
-            text,
-            prompt_id=prompt.id,
-            sample=sample,
-            policy_version=version,
-            reward=1.0 - sample,
-            success=not sample,
+        short = []
+        for prompt in drawn:
+            rollouts = [
+                encode_example(
+                    model,
+                    prompt.messages,
+                    text,
+                    prompt_id=prompt.id,
+                    sample=sample,
+                    policy_version=ticket.version,
+                    reward=1.0 - sample,
+                    success=not sample,
+                )
+                for sample, text in enumerate((prompt.target, str(prompt.info["rejected"])))
+            ]
+            if all(
+                len(r.tokens) <= most and len(r.prompt_tokens) + len(r.tokens) <= model.context
+                for r in rollouts
+            ):
+                short.append(Group(prompt=prompt, rollouts=tuple(rollouts)))
+        left_out = len(drawn) - len(short)
+        note = (
+            f"step {ticket.step}: {left_out} pairs are too long and left out "
+            "(preferences.max_tokens)"
         )
-        for sample, text in enumerate((prompt.target, str(prompt.info["rejected"])))
-    ]
-    return Group(prompt=prompt, rollouts=tuple(rollouts))
+        found.append(
+            StepRollouts(
+                ticket=ticket,
+                collected=Collected(groups=tuple(short), errors=((),) * len(short)),
+                selected=Selected(groups=tuple(short)),
+                rounds=1,
+                notes=(note,) if left_out else (),
+            )
+        )
+    return found

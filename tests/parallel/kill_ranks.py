@@ -27,7 +27,8 @@ if str(ROOT) not in sys.path:
 import torch  # noqa: E402
 
 import covey.loop  # noqa: E402 - imported once, before any fork
-from covey.cli.main import run as covey  # noqa: E402
+import covey.run  # noqa: E402, F401
+from covey.cli.main import run as covey_command  # noqa: E402
 from covey.records.folder import RunFolder  # noqa: E402
 from tests.parallel.ranks import codes_of, start_ranks  # noqa: E402
 
@@ -53,7 +54,7 @@ def arguments(run: Path, strategy: str) -> list[str]:
 def trial(folder: Path, whole: Path, strategy: str, after: float, victim: int) -> tuple[float, int]:
     """Kill a rank; return how long the others took to end, and the steps that were saved."""
     run = folder / "run"
-    ranks = start_ranks(SIZE, lambda rank: covey(arguments(run, strategy)), folder / "logs")
+    ranks = start_ranks(SIZE, lambda rank: covey_command(arguments(run, strategy)), folder / "logs")
     time.sleep(after)
     os.kill(ranks[victim], signal.SIGKILL)
     struck = time.monotonic()
@@ -65,7 +66,7 @@ def trial(folder: Path, whole: Path, strategy: str, after: float, victim: int) -
     saved = len(RunFolder(run).checkpoints())
     if (run / "config.toml").exists():
         again = start_ranks(
-            SIZE, lambda rank: covey(["train", "--resume", str(run)]), folder / "again"
+            SIZE, lambda rank: covey_command(["train", "--resume", str(run)]), folder / "again"
         )
         assert codes_of(again) == [0] * SIZE, "the run does not resume"
         assert rows(run) == rows(whole), "the resumed run has other numbers"
@@ -84,7 +85,7 @@ def main() -> None:
         base = Path(name)
         whole, started = base / "whole", time.monotonic()
         words = arguments(whole, options.strategy)
-        codes = codes_of(start_ranks(SIZE, lambda rank: covey(words), base / "logs"))
+        codes = codes_of(start_ranks(SIZE, lambda rank: covey_command(words), base / "logs"))
         assert codes == [0] * SIZE, (base / "logs" / "0.log").read_text()
         length = time.monotonic() - started
         for number in range(options.times):

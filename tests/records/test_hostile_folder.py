@@ -12,7 +12,7 @@ import pytest
 
 from covey.errors import RunError
 from covey.lab.ui.find_runs import find, overview
-from covey.policy.checkpoint import _read_state
+from covey.policy.checkpoint import load_policy
 from covey.records.folder import RunFolder, list_runs, settings_of
 from covey.records.records import (
     MOST_TEXT,
@@ -90,8 +90,8 @@ def test_damaged_rollouts_in_flight_are_one_error(line: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("text", [DEEP, '{"version": 1, "step": 1e999}', '{"version": 1e999}'])
 def test_a_damaged_state_of_a_checkpoint_is_one_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "covey.json").write_text(text)
-    with pytest.raises(ValueError, match=r"covey\.json"):
-        _read_state(tmp_path / "covey.json")
+    with pytest.raises(RunError, match=r"covey\.json"):
+        load_policy(None, tmp_path)  # the state is read before anything of the policy
 
 
 def test_an_infinite_step_is_a_damaged_line(tmp_path: Path) -> None:
