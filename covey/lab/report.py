@@ -33,7 +33,7 @@ from covey.records.folder import RunFolder, settings_of
 from covey.records.health import Finding, timeline
 from covey.records.metric_registry import is_number
 from covey.records.records import MOST_TEXT, Note, read_bytes
-from covey.records.rollout_index import Entry, RolloutIndex
+from covey.records.rollout_index import RolloutIndex
 
 # The contents of the report.
 
@@ -89,6 +89,11 @@ def run_report(run: RunFolder) -> RunReport:
     steps, evaluations = run.steps(notes.append), run.evaluations(notes.append)
     environment = run.environment(notes.append)
     sampled, samples = _samples(run, notes.append)
+    try:
+        config = read_bytes(run.config_file, MOST_TEXT).decode("utf-8", "replace")
+    except RunError as error:
+        config = "not recorded"
+        notes.append(str(error))
     return RunReport(
         name=run.path.resolve().name,
         headline=headline(steps, evaluations),
@@ -101,7 +106,7 @@ def run_report(run: RunFolder) -> RunReport:
         findings=timeline(steps, settings_of(run)),
         command=" ".join(environment.get("command", [])) or "not recorded",
         environment=json.dumps({k: v for k, v in environment.items() if k != "config"}, indent=2),
-        config=_config(run, notes.append),
+        config=config,
         notes=notes,
     )
 
@@ -195,28 +200,18 @@ def _samples(run: RunFolder, note: Note) -> tuple[int | None, list[Mapping[str, 
     if not index.done:
         note(f"{path} is large, so only its first {index.share:.0%} was read")
     rows: list[Mapping[str, Any]] = []
-    for kind, entry in _extremes(index.entries):
+    scored = sorted(
+        (e for e in index.entries if e.reward is not None), key=lambda e: -(e.reward or 0.0)
+    )
+    distinct = list({entry.text: entry for entry in reversed(scored)}.values())[::-1]
+    lowest = distinct[max(SAMPLES, len(distinct) - SAMPLES) :]
+    chosen = [("highest", e) for e in distinct[:SAMPLES]] + [("lowest", e) for e in lowest]
+    for kind, entry in chosen:
         try:
             rows.append({**index.row(entry.line), "kind": kind})
         except RunError as error:
             note(str(error))
     return step, rows
-
-
-def _extremes(entries: Sequence[Entry]) -> list[tuple[str, Entry]]:
-    scored = sorted((e for e in entries if e.reward is not None), key=lambda e: -(e.reward or 0.0))
-    distinct = list({entry.text: entry for entry in reversed(scored)}.values())[::-1]
-    highest = distinct[:SAMPLES]
-    lowest = distinct[max(SAMPLES, len(distinct) - SAMPLES) :]
-    return [("highest", entry) for entry in highest] + [("lowest", entry) for entry in lowest]
-
-
-def _config(run: RunFolder, note: Note) -> str:
-    try:
-        return read_bytes(run.config_file, MOST_TEXT).decode("utf-8", "replace")
-    except RunError as error:
-        note(str(error))
-        return "not recorded"
 
 
 LONGEST = 3000

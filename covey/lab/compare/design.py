@@ -327,6 +327,9 @@ def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row
             about = {"title": title, "why": why, "remedy": remedy}
             own.append({**about, "docs": "docs/compare.md", "arms": names})
 
+    def generates(key: str) -> bool:
+        return key in GENERATION or (key.startswith("environment.") and key not in HOSTING)
+
     arms = design.arms if len(design.arms) > 1 else ()
     common = design.common
     reward = common["evaluate"].get("reward", {}).get("name") or common["reward"]["name"]
@@ -338,7 +341,7 @@ def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row
         remedy=f"choose it with evaluate.reward.name; now it is {reward}",
     )
     add(
-        [arm for arm in arms if any(map(_affects_evaluations, arm.differences))],
+        [arm for arm in arms if any(map(generates, arm.differences))],
         title="some arms generate the held-out completions with their own settings",
         why="Their prompt format, stop strings, length limit or environment also apply in "
         "evaluations, so a difference may come from these settings, without any learning.",
@@ -357,10 +360,6 @@ def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row
                 f"'{arm.name}-default: {arm.settings[0]}'",
             )
     return (*across, *own, *single)
-
-
-def _affects_evaluations(key: str) -> bool:
-    return key in GENERATION or (key.startswith("environment.") and key not in HOSTING)
 
 
 # The folder of a comparison: new, resumed or extended.
