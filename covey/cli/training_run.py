@@ -161,7 +161,7 @@ def _verify(run: RunFolder) -> None:
     Raise RunError if the weights differ from the checkpoint.
     """
     with waiting("computing the last saved step again"):
-        from covey.lab.verify.recompute import recomputed
+        from covey.lab.verify import recomputed
 
         result = recomputed(run)
     if result.passed is False:

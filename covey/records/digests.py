@@ -1,8 +1,6 @@
-"""SHA-256 digests of checkpoints and records, to detect damage.
+"""SHA-256 digests of checkpoints, to detect damage.
 
-digests.jsonl contains a digest of every line of steps.jsonl and eval.jsonl, and of every file in
-rollouts/ and evaluations/. `covey runs verify` compares the records with their digests. A
-checkpoint has the digests of its files in SHA256SUMS, which `sha256sum -c SHA256SUMS` can check.
+A checkpoint has the digests of its files in SHA256SUMS, which `sha256sum -c SHA256SUMS` can check.
 Checkpoints of older Covey versions have no SHA256SUMS and are not checked.
 """
 
@@ -15,11 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from covey.errors import RunError, reason
-from covey.records.files import append_line, sync
+from covey.records.files import sync
 from covey.records.records import read_text
 
 DIGESTS_FILE = "SHA256SUMS"
-RECORDS_FILE = "digests.jsonl"
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
@@ -33,16 +30,6 @@ def write_digests(folder: Path) -> None:
             each.result()
     lines = [f"{d}  {f.relative_to(folder)}\n" for f, d in zip(files, digests, strict=True)]
     (folder / DIGESTS_FILE).write_text("".join(lines), encoding="utf-8")
-
-
-def add_digest(run: Path, step: int, record: str, data: bytes) -> None:
-    """Append the digest of a record to the run's digests.jsonl.
-
-    The digest is written before the record, so that every record has a digest even if the run is
-    killed.
-    """
-    row = {"step": step, "record": record, "sha256": hashlib.sha256(data).hexdigest()}
-    append_line(run / RECORDS_FILE, row)
 
 
 def damage(folder: Path, but: Collection[str] = ()) -> str | None:

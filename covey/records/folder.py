@@ -9,7 +9,6 @@
     samples/000100.md       the completions of step 100 with the highest and lowest rewards
     checkpoints/000050/     a Hugging Face folder with optimizer state, written atomically
     checkpoints.jsonl       one line per checkpoint saved, whether or not it still exists
-    digests.jsonl           SHA-256 digests of the records above, which `covey runs verify` checks
     failure.txt             the traceback of another process that ended the run
     changes.jsonl           settings that were changed when the run was resumed
     superseded/1/           records of later steps that a resume moved away (resume.py)
@@ -35,7 +34,7 @@ from typing import Any
 from covey.errors import DiskError, RunError
 from covey.notices import notice
 from covey.records import records
-from covey.records.digests import add_digest, write_digests
+from covey.records.digests import write_digests
 from covey.records.files import (
     append_line,
     check_free,
@@ -115,15 +114,11 @@ class RunFolder:
 
     def log_step(self, metrics: dict[str, Any]) -> None:
         """Append a step's metrics to steps.jsonl, with null for NaN and infinite values."""
-        self._append("steps.jsonl", finite(metrics))
+        append_line(self.path / "steps.jsonl", finite(metrics))
 
     def log_evaluation(self, result: dict[str, Any]) -> None:
         """Append the results of an evaluation to eval.jsonl."""
-        self._append("eval.jsonl", result)
-
-    def _append(self, name: str, row: dict[str, Any]) -> None:
-        add_digest(self.path, row["step"], name, json.dumps(row).encode())
-        append_line(self.path / name, row)
+        append_line(self.path / "eval.jsonl", result)
 
     def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows to a file such as rollouts/000012.jsonl.
@@ -131,9 +126,8 @@ class RunFolder:
         Values without a JSON type become strings.
         """
         (self.path / name).mkdir(exist_ok=True)
-        lines, file = b"".join(json_line(row) for row in rows), f"{name}/{step:06d}.jsonl"
-        add_digest(self.path, step, file, lines)
-        write_bytes(self.path / file, lines)
+        lines = b"".join(json_line(row) for row in rows)
+        write_bytes(self.path / name / f"{step:06d}.jsonl", lines)
 
     def items(self, step: int, note: Note = notice) -> list[dict[str, Any]]:
         """Return the valid lines of a step's evaluation file, one per held-out prompt."""

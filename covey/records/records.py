@@ -137,16 +137,7 @@ class _Saved(_Row):
     step: Count
 
 
-class _Digest(_Row):
-    """A line of digests.jsonl."""
-
-    step: Count
-    record: str
-    sha256: str
-
-
 STEP: Shape = TypeAdapter(_Step)
-DIGEST: Shape = TypeAdapter(_Digest)
 EVALUATION: Shape = TypeAdapter(_Evaluation)
 ROLLOUT: Shape = TypeAdapter(_Rollout)
 ITEM: Shape = TypeAdapter(_Item)

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covey.errors import DiskError, RunError
-from covey.records.digests import RECORDS_FILE, damage
+from covey.records.digests import damage
 from covey.records.files import write_bytes
 from covey.records.folder import RunFolder
 from covey.records.records import (
-    DIGEST,
     EVALUATION,
     SAVED,
     STEP,
@@ -31,8 +30,7 @@ from covey.records.records import (
     scan_lines,
 )
 
-RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
-           "checkpoints.jsonl": SAVED}  # fmt: skip
+RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, "checkpoints.jsonl": SAVED}
 """JSON Lines files in which each line belongs to a step. A resume trims checkpoints.jsonl last,
 because this file determines the step to resume from."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",

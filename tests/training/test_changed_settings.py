@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from covey.cli.main import run as covey
 from covey.config import Config, load_config
 from covey.errors import ConfigError
-from covey.lab.verify.recompute import recomputed
+from covey.lab.verify import recomputed
 from covey.records.folder import RunFolder
 from covey.start import FIXED, resumed_config
 

@@ -1,4 +1,4 @@
-"""Repeats the last training steps of a run, and compares the weights with its newest checkpoint."""
+"""Checks the checkpoints of a run: whether they are whole, and follow from the rollouts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,35 @@ from covey.errors import RunError
 from covey.lab.doctor.result import Result
 from covey.lab.explain.recorded import policy_before, read_step
 from covey.policy.checkpoint import OPTIMIZER_FILE, read_weights
+from covey.records.digests import damage
 from covey.records.folder import CHANGES, RunFolder
+from covey.records.records import read_object
 from covey.step import train_on
 
 NAME = "recomputed step"
+
+
+def checkpoint_checks(run: RunFolder) -> list[Result]:
+    """Return one result per checkpoint: whether its files have their digests and can be read."""
+    found = []
+    for step, folder in run.checkpoints():
+        problem = damage(folder)
+        if problem is None:
+            try:
+                read_object(folder / "covey.json")
+            except RunError as error:
+                problem = str(error)
+        found.append(
+            Result(
+                name=f"checkpoint {step}",
+                passed=problem is None,
+                figure=problem or "its files are as they were written",
+                remedy="resume from another checkpoint, with --resume RUN --step N",
+            )
+        )
+    return found or [
+        Result(name="checkpoints", passed=None, figure="the run has no checkpoint yet")
+    ]
 
 
 def recomputed(run: RunFolder) -> Result:
