@@ -49,15 +49,11 @@ from covey.records.records import (
     Note,
     episode_row,
     read_lines,
-    renamed,
     unsaid,
     usable_lines,
 )
 from covey.types import Group, Rollout
 
-SFT_KINDS = ("sft", "warmup")
-"""Values of `kind` in the environment.json of an SFT run. Only runs of Covey 0.1 have the value
-"warmup"."""
 CHANGES = "changes.jsonl"
 """Name of the file with one line for each resume that changed settings. Each line of changes.jsonl
 contains the step, the old and new values of the changed settings, and the entries of
@@ -131,11 +127,10 @@ class RunFolder:
 
     def items(self, step: int, note: Note = notice) -> list[dict[str, Any]]:
         """Return the valid lines of a step's evaluation file, one per held-out prompt."""
-        rows = usable_lines(self.path / "evaluations" / f"{step:06d}.jsonl", records.ITEM, note)
-        return renamed(rows, records.OLD_ITEM)
+        return usable_lines(self.path / "evaluations" / f"{step:06d}.jsonl", records.ITEM, note)
 
     def steps(self, note: Note = notice) -> list[dict[str, Any]]:
-        """Return the valid lines of steps.jsonl, with current names for metrics of Covey 0.1."""
+        """Return the valid lines of steps.jsonl, with current names for renamed metrics."""
         path = self.path / "steps.jsonl"
         rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
         return [{current_name(name): value for name, value in row.items()} for row in rows]
@@ -201,12 +196,12 @@ class RunFolder:
 
         Raises RunError if a line is damaged.
         """
-        return renamed(read_lines(self._rollouts_file(step), records.ROLLOUT), records.OLD_ROLLOUT)
+        return read_lines(self._rollouts_file(step), records.ROLLOUT)
 
     def usable_rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the readable rollouts of a step; raise RunError if no rollout is readable."""
         rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, notice)
-        return renamed(rows, records.OLD_ROLLOUT) or self.require_rollouts(step)
+        return rows or self.require_rollouts(step)
 
     def require_rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the rollouts of a step.
@@ -229,7 +224,7 @@ class RunFolder:
     @property
     def is_sft(self) -> bool:
         """Whether the run was made with `covey sft`."""
-        return self.environment(unsaid).get("kind") in SFT_KINDS
+        return self.environment(unsaid).get("kind") == "sft"
 
     def check_kind(self, *, sft: bool) -> None:
         """Raise RunError if an SFT run is resumed with RL, or if an RL run is resumed with SFT."""

@@ -632,23 +632,8 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and isfinite(value)
 
 
-# Other names of metrics: in open-instruct and in earlier versions of Covey.
+# Other names of metrics in open-instruct.
 
-RENAMED: Mapping[str, str] = {
-    "val/ratio": "policy/ratio",
-    "val/advantages": "reward/advantages",
-    "val/zero_variance_groups": "rollout/zero_variance_groups",
-    "val/learned_groups": "rollout/trained_groups",
-    "val/rounds": "rollout/rounds",
-    "val/dropped_": "rollout/dropped_",
-    "val/off_policy_dropped": "policy/off_policy_dropped",
-    "val/correction_": "policy/correction_",
-    "val/sequence_lengths": "rollout/lengths",
-    "val/stop_rate": "rollout/stop_rate",
-    "warmup/solutions": "sft/examples",
-    "warmup/": "sft/",
-}
-"""Maps the prefix of a metric name in Covey 0.1 to the current prefix."""
 OPEN_INSTRUCT: Mapping[str, str] = {
     "val/format_scores": "objective/parts/format",
     **{entry.open_instruct: name for name, entry in METRICS.items() if entry.open_instruct},
@@ -657,17 +642,12 @@ OPEN_INSTRUCT: Mapping[str, str] = {
 
 
 def current_name(name: str) -> str:
-    """Return the current name of a metric, given its name in open-instruct or in Covey 0.1.
+    """Return the current name of a metric, given its name in open-instruct.
 
-    >>> current_name("val/ratio_max"), current_name("objective/entropy")
-    ('policy/ratio_max', 'policy/entropy_avg')
+    >>> current_name("val/ratio"), current_name("objective/entropy")
+    ('policy/ratio', 'policy/entropy_avg')
     """
-    if name in OPEN_INSTRUCT:
-        return OPEN_INSTRUCT[name]
-    for old, new in RENAMED.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
+    return OPEN_INSTRUCT.get(name, name)
 
 
 def with_open_instruct_names(row: Mapping[str, Any]) -> dict[str, Any]:

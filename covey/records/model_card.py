@@ -107,7 +107,7 @@ def _training(config: Mapping[str, Any], *, sft: bool) -> tuple[str, list[str]]:
     named = (config.get(part, {}) for part in ("objective", "task", "reward"))
     algorithm, task, reward = (str(section.get("name", UNKNOWN)) for section in named)
     if sft:
-        file = config.get("sft", config.get("warmup", {})).get("file")
+        file = config.get("sft", {}).get("file")
         solutions = (
             f"the completions in {_code(file)}"
             if file

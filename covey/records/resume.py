@@ -33,10 +33,8 @@ from covey.records.records import (
 RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, "checkpoints.jsonl": SAVED}
 """JSON Lines files in which each line belongs to a step. A resume trims checkpoints.jsonl last,
 because this file determines the step to resume from."""
-KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
-                "samples": ".md", "review": ".md"}  # fmt: skip
-"""Maps folder names to file suffixes. Each of these folders has one file or subfolder per step.
-Only Covey 0.1 had the folder "review"."""
+KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl", "samples": ".md"}
+"""Maps folder names to file suffixes. Each of these folders has one file or subfolder per step."""
 
 
 @dataclass(frozen=True, slots=True)

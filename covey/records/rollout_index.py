@@ -17,14 +17,14 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, NotRequired
+from typing import Any, BinaryIO, NamedTuple, NotRequired
 
-from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from covey.errors import RunError
-from covey.records.records import OLD_ROLLOUT, ROLLOUT, Number, Row, open_file, parse_line, renamed
+from covey.records.records import ROLLOUT, Number, Row, open_file, parse_line
 
 LONGEST = 2**26
 """Maximum length of a line in bytes; longer lines are not shown."""
@@ -41,7 +41,7 @@ class _Listed(TypedDict):
 
     prompt_id: str
     prompt: str
-    target: Annotated[str, Field(validation_alias=AliasChoices("target", "answer"))]
+    target: str
     text: str
     reward: Number | None
     success: bool | None
@@ -182,13 +182,12 @@ class RolloutIndex:
 
 
 def _row(raw: bytes) -> Row | None:
-    """Parse a line as a rollout and update old field names; return None if parsing fails."""
     try:
-        row = from_json(raw, allow_inf_nan=False)
+        row: Row = from_json(raw, allow_inf_nan=False)
         ROLLOUT.validate_python(row)
     except (ValueError, ValidationError):
         return None
-    return renamed([row], OLD_ROLLOUT)[0]
+    return row
 
 
 def rollout_index(path: Path) -> RolloutIndex:
