@@ -91,7 +91,7 @@ class TrainResult:
         last = self.metrics[-1] if self.metrics else {}
         for name, key in (
             ("last_reward", "objective/scores"),
-            ("last_success", "objective/success"),
+            ("last_success", "objective/verifiable_correct_rate"),
         ):
             if isinstance(last.get(key), int | float):
                 found[name] = f"{last[key]:.3f}"

@@ -34,7 +34,7 @@ CERTAIN = 3
 """Number of steps after which a run without any training signal is a finding; with fewer steps, it
 is too early to say that nothing is wrong."""
 REWARD = "objective/scores"
-SUCCESS = "objective/success"
+SUCCESS = "objective/verifiable_correct_rate"
 NUMBERS = (REWARD, "loss/policy_avg", "optim/grad_norm", "policy/approxkl_avg")
 
 
@@ -166,10 +166,10 @@ def large_updates(history: History) -> str | None:
 
 def ratio_drift(history: History) -> str | None:
     """Find a mean probability ratio that stays far from 1 over several steps."""
-    values = history.last("policy/ratio", 5)
-    low, _ = METRICS["policy/ratio"].healthy or (None, None)
-    assert low is not None, "policy/ratio has a lower bound"
-    if not values or not (max(values) < low or min(values) > high("policy/ratio")):
+    values = history.last("val/ratio", 5)
+    low, _ = METRICS["val/ratio"].healthy or (None, None)
+    assert low is not None, "val/ratio has a lower bound"
+    if not values or not (max(values) < low or min(values) > high("val/ratio")):
         return None
     return f"mean ratio {fmean(values):.3g}"
 
@@ -211,7 +211,7 @@ def cut_off(history: History) -> str | None:
 
 def length_explosion(history: History) -> str | None:
     """Detect completions that get much longer or hit the token limit, without more successes."""
-    lengths, stops = "rollout/lengths", "rollout/stop_rate"
+    lengths, stops = "val/sequence_lengths", "rollout/stop_rate"
     now, then = history.mean(lengths, 3), history.mean(lengths, 3, before=7)
     better = history.mean(SUCCESS, 3) > history.mean(SUCCESS, 3, before=7) + 0.02
     if now > 1.5 * then and not better:
@@ -283,7 +283,7 @@ def stalled(history: History) -> str | None:
     times = history.last("time/total", 6)
     if not times or times[-1] < 30 or times[-1] < 5 * median(times[:-1]):
         return None
-    names = ("time/rollout", "time/score", "time/update", "time/wait_rollouts")
+    names = ("time/rollout", "time/score", "time/training", "time/wait_rollouts")
     parts = {n: history.row[n] - history.mean(n, 5, before=1) for n in names if n in history.row}
     slow = max(parts, key=parts.__getitem__, default="time/total")
     return f"a step of {times[-1]:.0f} s, after {median(times[:-1]):.0f} s; most of it in {slow}"

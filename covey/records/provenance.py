@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
-WITHOUT_EFFECT = ("analysis", "cli", "ui")
+WITHOUT_EFFECT = ("cli", "lab")
 """The folders of the package whose code only shows results, or starts runs."""
-WITH_EFFECT = ("analysis/compare/run_process.py", "analysis/compare/shared_rollouts.py")
+WITH_EFFECT = ("lab/compare/run_process.py",)
 """Exceptions to WITHOUT_EFFECT: what the runs of a comparison execute."""
 PACKAGES = ("covey", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 

@@ -185,7 +185,7 @@ def test_a_terminal_gets_colours_of_ours_and_nothing_else() -> None:
 
 def test_every_command_prints_through_the_screen() -> None:
     package = Path(main.__file__).parents[1]
-    shared = [package / "analysis/start_notes.py", package / "analysis/compare/execute.py"]
+    shared = [package / "lab/start_notes.py", package / "lab/compare/execute.py"]
     sources = [*shared, *sorted((package / "cli").glob("*.py"))]
     made = [s.name for s in sources if re.search(r"(?<![\w.])(Console|print)\(", s.read_text())]
     assert made == ["main.py"]  # it shows tracebacks

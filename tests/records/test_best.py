@@ -23,8 +23,8 @@ def check(name: str, samples: int = 4) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("val/sequence_lengths", "rollout/lengths"),
-        ("val/num_stop_token_ids", "rollout/stop_tokens"),
+        ("rollout/lengths", "val/sequence_lengths"),
+        ("rollout/stop_tokens", "val/num_stop_token_ids"),
         ("val/format_scores", "objective/parts/format"),
         ("objective/entropy", "policy/entropy_avg"),
     ],
@@ -39,9 +39,9 @@ def test_an_old_metric_name_is_an_error_that_gives_the_new_name(old: str, new: s
     [
         ("time/total", "depends on the machine"),
         ("greeedy", "did you mean 'greedy'"),
-        ("objective/succes", "did you mean 'objective/success'"),
+        ("objective/reward_st", "did you mean 'objective/reward_std'"),
         ("pass@8", "evaluations with evaluate.samples = 4; did you mean 'pass@4'"),
-        ("val/nothing_like_it", "choose from greedy, mean@4, pass@2, pass@4, reward$"),
+        ("qqqq/zzzz_xx", "choose from greedy, mean@4, pass@2, pass@4, reward$"),
     ],
 )
 def test_an_unknown_metric_is_refused(name: str, message: str) -> None:
@@ -50,7 +50,15 @@ def test_an_unknown_metric_is_refused(name: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["greedy", "reward", "mean@4", "pass@2", "objective/success", "objective/parts/form"]
+    "name",
+    [
+        "greedy",
+        "reward",
+        "mean@4",
+        "pass@2",
+        "objective/verifiable_correct_rate",
+        "objective/parts/form",
+    ],
 )
 def test_metrics_of_steps_and_of_evaluations_are_accepted(name: str) -> None:
     check(name)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from covey.records import provenance
 from covey.records.provenance import code_digest
-from covey.run import provenance
 
 
 def package(folder: Path) -> Path:
-    for name in ("objective/loss.py", "cli/main.py", "analysis/compare/run_process.py"):
+    for name in ("objective/loss.py", "cli/main.py", "lab/compare/run_process.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("one = 1\n")
     return folder
@@ -21,8 +21,8 @@ def package(folder: Path) -> Path:
     [
         ("objective/loss.py", True),
         ("objective/new.py", True),
-        ("analysis/compare/run_process.py", True),
-        ("analysis/compare/conclusion.py", False),
+        ("lab/compare/run_process.py", True),
+        ("lab/compare/conclusion.py", False),
         ("cli/main.py", False),
     ],
 )
@@ -33,6 +33,12 @@ def test_the_digest_is_of_code_that_can_change_numbers(
     assert code_digest(tmp_path) == before
     (tmp_path / file).write_text("one = 2\n")
     assert (code_digest(tmp_path) != before) == counts
+
+
+def test_named_files_and_folders_exist() -> None:
+    """A file that was moved would silently count no longer, or start to count."""
+    for name in (*provenance.WITHOUT_EFFECT, *provenance.WITH_EFFECT):
+        assert (provenance.PACKAGE / name).exists(), name
 
 
 def test_the_digest_is_of_the_versions_that_compute(

@@ -30,7 +30,7 @@ from covey.records.rollout_index import Entry, RolloutIndex
 PANELS = MappingProxyType(
     {
         "reward": HEALTH["reward"],
-        "correct": ("objective/success",),
+        "correct": ("objective/verifiable_correct_rate",),
         "loss": ("sft/loss",),
         **HEALTH,
     }

@@ -42,7 +42,8 @@ def duration(seconds: float) -> str:
 def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
     """Return the main metrics of a step in one line. A `short` line fits a narrow terminal."""
     if short and "objective/scores" in metrics:
-        return f"reward {metrics['objective/scores']:.3f}  {metrics['objective/success']:.0%}"
+        success = metrics["objective/verifiable_correct_rate"]
+        return f"reward {metrics['objective/scores']:.3f}  {success:.0%}"
     if "loss/cross_entropy" in metrics:
         return (
             f"loss {metrics['loss/cross_entropy']:.4f}  "
@@ -59,8 +60,8 @@ def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
     of = "" if penalty is None else f" (length penalty {penalty:.3f})"
     return (
         f"reward {metrics['objective/scores']:.3f}{of}  "
-        f"success {metrics['objective/success']:5.1%}  "
-        f"length {metrics['rollout/lengths']:.0f}  "
+        f"success {metrics['objective/verifiable_correct_rate']:5.1%}  "
+        f"length {metrics['val/sequence_lengths']:.0f}  "
         f"{kl}  "
         f"{metrics['time/tokens_per_second']:,.0f} tok/s"
     )
