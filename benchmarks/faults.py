@@ -40,7 +40,7 @@ from rich.progress import track
 
 from covey.cli.main import run as covey
 from covey.lab.verify import checkpoint_checks
-from covey.records.digests import DIGESTS_FILE
+from covey.records.files import DIGESTS_FILE
 from covey.records.folder import RunFolder
 
 STEPS = 6

@@ -11,7 +11,7 @@ from covey.errors import RunError
 from covey.lab.doctor.result import Result
 from covey.lab.explain.recorded import policy_before, read_step
 from covey.policy.checkpoint import OPTIMIZER_FILE, read_weights
-from covey.records.digests import damage
+from covey.records.files import damage
 from covey.records.folder import CHANGES, RunFolder
 from covey.records.records import read_object
 from covey.step import train_on

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from covey.errors import RunError
 from covey.records.best import best_step
-from covey.records.digests import damage
+from covey.records.files import damage
 from covey.records.folder import RunFolder
 
 ONLY_FOR_TRAINING = ("optimizer.safetensors", "reference.safetensors", "covey.json")

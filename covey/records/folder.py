@@ -34,7 +34,6 @@ from typing import Any
 from covey.errors import DiskError, RunError
 from covey.notices import notice
 from covey.records import records
-from covey.records.digests import write_digests
 from covey.records.files import (
     append_line,
     check_free,
@@ -42,6 +41,7 @@ from covey.records.files import (
     json_line,
     whole_folder,
     write_bytes,
+    write_digests,
     write_text,
 )
 from covey.records.metric_registry import current_name

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covey.errors import DiskError, RunError
-from covey.records.digests import damage
-from covey.records.files import write_bytes
+from covey.records.files import damage, write_bytes
 from covey.records.folder import RunFolder
 from covey.records.records import (
     EVALUATION,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from covey.cli.main import run as covey
 from covey.lab.verify import checkpoint_checks, recomputed
-from covey.records.digests import write_digests
+from covey.records.files import write_digests
 from covey.records.folder import RunFolder
 
 SETTINGS = ("model.device=cpu", "train.steps=4", "save.every=2", "evaluate.every=0",

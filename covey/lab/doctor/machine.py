@@ -21,7 +21,7 @@ from covey.lab.doctor.result import Clock, Result
 from covey.lab.plan.forecast import Forecast, size_text
 from covey.lab.rewards.checks import Lab, examine
 from covey.loop import train
-from covey.records.digests import DIGESTS_FILE
+from covey.records.files import DIGESTS_FILE
 from covey.records.folder import RunFolder
 from covey.rewards.identity import identity
 from covey.run import Run
