@@ -249,7 +249,7 @@ def evaluate(
     """
     from covey.config.resolve import resolve
     from covey.evaluation.of_model import evaluate_model
-    from covey.records.checkpoint_choice import run_around, weights_of
+    from covey.records.resume import run_around, weights_of
 
     check_types(config=config, dataset=dataset, samples=samples)
     with notices.quiet(quiet):

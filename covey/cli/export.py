@@ -15,10 +15,10 @@ from covey.config import Config, load_config
 from covey.errors import ConfigError
 from covey.models.hub_push import Push, files_to_push
 from covey.models.model_path import check_model_path
-from covey.records.checkpoint_choice import check_no_step, run_around, weights_of
 from covey.records.files import check_free
 from covey.records.folder import RunFolder
 from covey.records.model_card import Exported, model_card
+from covey.records.resume import check_no_step, run_around, weights_of
 from covey.screen import echo
 
 Target = Annotated[
