@@ -18,7 +18,7 @@ from rich.markup import escape
 from covey.config import Config, load_config, load_smoke, toml_value
 from covey.errors import ConfigError
 from covey.models.model_path import check_model_path
-from covey.records.settings import edited_settings
+from covey.records.folder import edited_settings
 from covey.screen import Screen, echo
 from covey.trust import trust
 

@@ -24,7 +24,7 @@ from covey.parallel.lifeline import (
 )
 from covey.parallel.ranks import RankInfo, Ranks, rank_info
 from covey.parallel.world import ALONE, World
-from covey.records.settings import changed_settings
+from covey.records.folder import changed_settings
 
 Say = Callable[[str], None]
 _stores: dict[tuple[str, str], Any] = {}

@@ -24,10 +24,9 @@ from covey.lab.ui.find_runs import (
 )
 from covey.lab.ui.processes import Explorer, Jobs, covey_json
 from covey.lab.ui.step_table import SAMPLED, StepTables, curve
-from covey.records.folder import RunFolder
+from covey.records.folder import RunFolder, edited_settings, flat_settings
 from covey.records.metric_registry import METRICS
 from covey.records.records import unsaid
-from covey.records.settings import edited_settings, flat_settings
 
 READ_SECONDS = 0.04
 """The number of seconds that a request may spend on reading a file. The page repeats a request
