@@ -35,10 +35,10 @@ from covey.passed_objects import (
     check_types,
     model_name,
 )
-from covey.records.best import best_checkpoint
 from covey.records.estimate_text import estimate_text
 from covey.records.folder import RunFolder, check_new_run
 from covey.records.trackers import Tracker
+from covey.records.watch import best_checkpoint
 from covey.screen import Screen
 from covey.stopping import StopSignal
 from covey.trust import scoped_trust

@@ -19,9 +19,9 @@ from covey.config.schema import Named, Reward
 from covey.environments.registry import NONE, find_environment
 from covey.errors import ConfigError, DataError
 from covey.models.chat_template import Template
-from covey.records.best import check_metric
 from covey.records.health import check_names
 from covey.records.trackers.registry import check_trackers
+from covey.records.watch import check_metric
 from covey.rewards import LENGTH_PENALTIES
 from covey.rewards import Reward as RewardFunction
 from covey.rewards.registry import check_alone, make_reward, reward_options

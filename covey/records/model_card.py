@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from covey.escape import printable
-from covey.records.best import Best, best_of
 from covey.records.estimate_text import estimate_text
 from covey.records.folder import RunFolder
 from covey.records.records import read_text
+from covey.records.watch import Best, best_of
 
 HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """Maps a model's short name in Covey to its name on the Hugging Face Hub."""

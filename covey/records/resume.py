@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covey.errors import DiskError, RunError
-from covey.records.best import best_step
 from covey.records.files import damage, write_bytes
 from covey.records.folder import RunFolder
 from covey.records.records import (
@@ -29,6 +28,7 @@ from covey.records.records import (
     read_bytes,
     scan_lines,
 )
+from covey.records.watch import best_step
 
 RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, "checkpoints.jsonl": SAVED}
 """JSON Lines files in which each line belongs to a step. A resume trims checkpoints.jsonl last,

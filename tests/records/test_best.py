@@ -10,9 +10,9 @@ from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.config.resolve import resolve
 from covey.errors import ConfigError
-from covey.records.best import best_step, metric_of
 from covey.records.folder import RunFolder
 from covey.records.metric_registry import metric
+from covey.records.watch import best_step, metric_of
 
 
 def check(name: str, samples: int = 4) -> None:

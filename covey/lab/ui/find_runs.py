@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import RunError
-from covey.records.best import measured
 from covey.records.folder import RunFolder, limit_of, settings_of
 from covey.records.metric_registry import current_name
 from covey.records.records import ENVIRONMENT, last_row, read_object
+from covey.records.watch import measured
 
 DEPTH = 4
 """The maximum number of folder levels to search. The run folder comparisons/NAME/runs/ARM/seed-0 is
