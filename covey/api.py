@@ -35,8 +35,8 @@ from covey.passed_objects import (
     check_types,
     model_name,
 )
-from covey.records.estimate_text import estimate_text
 from covey.records.folder import RunFolder, check_new_run
+from covey.records.metric_registry import estimate_text
 from covey.records.trackers import Tracker
 from covey.records.watch import best_checkpoint
 from covey.screen import Screen

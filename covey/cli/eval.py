@@ -27,9 +27,9 @@ from covey.cli.startup import (
 from covey.config import Config, toml_value
 from covey.errors import DataError
 from covey.models.model_path import check_model_path
-from covey.records.estimate_text import change_text, estimate_text
 from covey.records.files import write_text
 from covey.records.folder import RunFolder
+from covey.records.metric_registry import change_text, estimate_text
 from covey.records.resume import check_no_step, run_around, weights_of
 from covey.records.trackers.console import evaluation_line
 from covey.screen import Screen, cell

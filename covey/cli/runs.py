@@ -15,10 +15,10 @@ from typer.core import TyperGroup
 
 from covey.cli.startup import AsJson, Trust, tell_edited, waiting
 from covey.errors import RunError
-from covey.records.estimate_text import estimate_text
 from covey.records.folder import FAILURE, RunFolder, limit_of, list_runs, settings_of
 from covey.records.health import silence, timeline
 from covey.records.health_checks import CERTAIN
+from covey.records.metric_registry import estimate_text
 from covey.records.records import turn_lines, unsaid
 from covey.screen import UNLIMITED, Screen, cell, echo
 

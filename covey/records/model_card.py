@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from covey.escape import printable
-from covey.records.estimate_text import estimate_text
 from covey.records.folder import RunFolder
+from covey.records.metric_registry import estimate_text
 from covey.records.records import read_text
 from covey.records.watch import Best, best_of
 

@@ -12,7 +12,7 @@ from covey.lab.compare.comparison import Comparison, Metric, RunResult
 from covey.lab.compare.learning_curves import AXES
 from covey.lab.compare.pair_results import PairResult, pair_results
 from covey.lab.compare.statistics import FEW_SEEDS, LEVEL, MOST_SEEDS
-from covey.records.estimate_text import value_text
+from covey.records.metric_registry import value_text
 
 UNITS: Mapping[Metric, str] = {"success": "points", "reward": "in mean reward"}
 TESTS: Mapping[Metric, str] = {"success": "McNemar's exact test", "reward": "sign test"}

@@ -13,7 +13,7 @@ from rich.text import Text
 from covey.escape import printable
 from covey.lab.compare.comparison_folder import read_outcome
 from covey.lab.compare.launch import Job, Running, Status
-from covey.records.estimate_text import value_text
+from covey.records.metric_registry import value_text
 from covey.records.records import last_row
 
 LIVE_SECONDS = 0.5

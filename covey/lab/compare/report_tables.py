@@ -13,7 +13,7 @@ from covey.lab.compare.learning_curves import AXES, Curve
 from covey.lab.compare.pair_results import PairResult
 from covey.lab.compare.report_contents import Agreement, Trend
 from covey.lab.page.render import TextTable
-from covey.records.estimate_text import value_text
+from covey.records.metric_registry import value_text
 
 EMPTY = "-"
 NO_OPTION = "(no such option)"

@@ -20,10 +20,9 @@ from covey.lab.compare.report_contents import (
     trends,
 )
 from covey.lab.page.render import TextTable
-from covey.records.estimate_text import change_text, estimate_text, value_text
 from covey.records.folder import RunFolder, settings_of
 from covey.records.health import Finding, timeline
-from covey.records.metric_registry import is_number
+from covey.records.metric_registry import change_text, estimate_text, is_number, value_text
 from covey.records.records import MOST_TEXT, Note, read_bytes
 from covey.records.rollout_index import Entry, RolloutIndex
 

@@ -12,8 +12,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from covey.escape import printable
-from covey.records.estimate_text import change_text, estimate_text, is_reward
 from covey.records.folder import RunFolder
+from covey.records.metric_registry import change_text, estimate_text, is_reward
 from covey.records.trackers.protocol import Tracker
 from covey.records.watch import best_of
 
