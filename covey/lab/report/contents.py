@@ -20,11 +20,11 @@ from covey.lab.compare.report_contents import (
     trends,
 )
 from covey.lab.page.render import TextTable
+from covey.lab.ui.group_views import Entry, RolloutIndex
 from covey.records.folder import RunFolder, settings_of
 from covey.records.health import Finding, timeline
 from covey.records.metric_registry import change_text, estimate_text, is_number, value_text
 from covey.records.records import MOST_TEXT, Note, read_bytes
-from covey.records.rollout_index import Entry, RolloutIndex
 
 PANELS = MappingProxyType(
     {

@@ -23,11 +23,11 @@ import pytest
 from covey.cli.main import run as command
 from covey.lab.ui import group_views, views
 from covey.lab.ui.find_runs import find
+from covey.lab.ui.group_views import RolloutIndex, rollout_index
 from covey.lab.ui.server import POLICY, Server
 from covey.lab.ui.step_table import StepTable, StepTables, column, curve
 from covey.lab.ui.views import Site
 from covey.records.folder import RunFolder
-from covey.records.rollout_index import RolloutIndex, rollout_index
 from tests.lab.ui.sample_runs import add_step, make_run, step_row
 
 Serve = Callable[..., Server]
