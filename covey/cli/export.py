@@ -135,7 +135,6 @@ def _card(
 
 
 def _dtype(asked: str, config: Config, run: RunFolder | None) -> str:
-    """Return the dtype of the exported weights; by default, the run's compute dtype."""
     if asked != "auto":
         return asked
     if config.model.dtype != "auto":

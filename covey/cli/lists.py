@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def show_list(headings: tuple[str, str], rows: Iterable[tuple[str, str]]) -> None:
-    """Print a table of names and one-line descriptions, with a heading for each column."""
     first, second = headings
     table = Table(Column(first, style="bold", no_wrap=True), second, box=SIMPLE, pad_edge=False)
     for name, text in rows:
@@ -63,7 +62,6 @@ def recipes_command(as_json: AsJson = False) -> None:
 
 
 def _recipe(name: str) -> dict[str, Any]:
-    """Return a recipe's name, description, model, task and algorithm."""
     text = (RECIPES / f"{name}.toml").read_text("utf-8")
     head = text.partition("\n\n")[0].splitlines()
     about = " ".join(line.lstrip("# ") for line in head if line.startswith("#"))

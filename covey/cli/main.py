@@ -90,7 +90,6 @@ def _command() -> Any:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the `covey` command with the given arguments, and return the exit code."""
     try:
         with scoped_trust():
             result = _command().main(
@@ -123,7 +122,6 @@ def run(arguments: list[str]) -> int:
 
 
 def _told(error: CoveyError) -> bool:
-    """Return whether this rank must stay silent because another rank prints the error."""
     if isinstance(error, RankError | Reported) or "RANK" not in os.environ:
         return not str(error)
     from covey.parallel.join import told_by_main

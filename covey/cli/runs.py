@@ -218,7 +218,6 @@ def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
-    """Return the state of a run: running, done, failed or stopped."""
     if run.in_use():
         return "running"
     saved = run.checkpoints()
@@ -243,7 +242,6 @@ def fitting_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
 
 
 def table_width(table: Table) -> int:
-    """Return the width that a table needs to show every cell on one line."""
     return Screen(width=UNLIMITED).measure(table).maximum
 
 

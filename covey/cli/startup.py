@@ -172,7 +172,6 @@ def resolved(
 
 
 def check_out(path: Path | None) -> None:
-    """Raise ConfigError if the folder of an output file (--out) does not exist."""
     if path is not None and not path.parent.is_dir():
         raise ConfigError(
             f"--out {path}: the folder {path.parent} does not exist; create the folder first"

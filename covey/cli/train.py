@@ -154,7 +154,6 @@ def resume_run(
 
 
 def _start_ranks(config: Config, arguments: Sequence[str], *, sft: bool) -> None:
-    """If Ray must start the ranks, start the ranks, wait until they end, and exit."""
     from covey.cluster.actors import ray_starts_ranks, run_in_ranks
     from covey.config.check import check_start
     from covey.parallel.lifeline import Reported
@@ -203,7 +202,6 @@ def check_new(
 
 
 def check_alone(*given: object) -> None:
-    """Raise ConfigError if an option is given that cannot be combined with --resume."""
     if any(given):
         raise ConfigError(
             "--resume uses the saved settings of the run; leave out CONFIG and options such as "

@@ -64,7 +64,6 @@ def json_line(row: Mapping[str, Any]) -> bytes:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file atomically."""
     write_bytes(path, text.encode("utf-8"))
 
 
@@ -92,7 +91,6 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _partial(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, and remove it after an error."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         _remove(partial)

@@ -88,7 +88,6 @@ class RunFolder:
 
     @staticmethod
     def open(path: Path) -> RunFolder:
-        """Open an existing run folder."""
         if not (path / "config.toml").is_file():
             files = ("config.toml", "environment.json")
             whole = [p for p in path.parents if all((p / name).is_file() for name in files)]
@@ -99,7 +98,6 @@ class RunFolder:
 
     @property
     def config_file(self) -> Path:
-        """The resolved configuration."""
         return self.path / "config.toml"
 
     def environment(self, note: Note = notice) -> dict[str, Any]:
@@ -115,7 +113,6 @@ class RunFolder:
         append_line(self.path / "steps.jsonl", finite(metrics))
 
     def log_evaluation(self, result: dict[str, Any]) -> None:
-        """Append the results of an evaluation to eval.jsonl."""
         append_line(self.path / "eval.jsonl", result)
 
     def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -138,11 +135,9 @@ class RunFolder:
         return [{current_name(name): value for name, value in row.items()} for row in rows]
 
     def has_step(self, step: int) -> bool:
-        """Return whether the metrics of a step are recorded."""
         return any(row["step"] == step for row in self.steps(unsaid))
 
     def evaluations(self, note: Note = notice) -> list[dict[str, Any]]:
-        """Return the readable lines of eval.jsonl."""
         path = self.path / "eval.jsonl"
         return records.by_step(path, usable_lines(path, records.EVALUATION, note), note)
 
@@ -225,11 +220,9 @@ class RunFolder:
 
     @property
     def is_sft(self) -> bool:
-        """Whether the run was made with `covey sft`."""
         return self.environment(unsaid).get("kind") == "sft"
 
     def check_kind(self, *, sft: bool) -> None:
-        """Raise RunError if an SFT run is resumed with RL, or if an RL run is resumed with SFT."""
         if self.is_sft != sft:
             kind, command = ("an SFT run", "sft") if self.is_sft else ("not an SFT run", "train")
             raise RunError(
@@ -300,7 +293,6 @@ class RunFolder:
                 shutil.rmtree(folder)
 
     def in_use(self) -> bool:
-        """Return whether another process is training the run."""
         if not (self.path / ".lock").exists():
             return False
         try:
@@ -401,7 +393,6 @@ def set_aside_failed(path: Path) -> str:
 
 
 def _failed_early(path: Path) -> bool:
-    """Whether a run failed before it finished a step or saved a checkpoint."""
     run = RunFolder(path)
     failed = _has_no_step(path) and (path / FAILURE).is_file()
     return failed and not any((path / "checkpoints").glob("*")) and not run.in_use()
@@ -485,5 +476,4 @@ def changed_settings(
 
 
 def setting_text(value: Any) -> str:
-    """Return the value of a setting as text."""
     return "not set" if value is None else repr(value)

@@ -52,7 +52,6 @@ class History:
     blocks: deque[float] = field(default_factory=lambda: deque(maxlen=BLOCK))
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add the metrics of the next step."""
         self.rows.append(row)
         for name, value in row.items():
             if is_number(value):
@@ -67,7 +66,6 @@ class History:
 
     @property
     def row(self) -> Mapping[str, Any]:
-        """The metrics of the last step."""
         return self.rows[-1]
 
     def last(self, name: str, count: int, before: int = 0) -> list[float]:
@@ -83,7 +81,6 @@ class History:
         return [v for v in values if is_number(v)] if all(map(is_number, values)) else []
 
     def mean(self, name: str, count: int, before: int = 0) -> float:
-        """Return the mean of the values that `last` returns, or NaN if there are no values."""
         values = self.last(name, count, before)
         return fmean(values) if values else math.nan
 
@@ -110,7 +107,6 @@ def noise(values: Sequence[float]) -> float:
 
 
 def high(name: str) -> float:
-    """Return the largest healthy value of a metric."""
     _, top = METRICS[name].healthy or (None, None)
     assert top is not None, f"{name} has an upper bound"
     return top

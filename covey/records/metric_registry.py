@@ -606,7 +606,6 @@ METRICS: Mapping[str, Metric] = {
 
 
 def metric(name: str) -> Metric | None:
-    """Return the registry entry of a metric, or None if the metric is unknown."""
     if name in METRICS:
         return METRICS[name]
     return next((entry for key, entry in METRICS.items() if fnmatchcase(name, key)), None)
@@ -619,7 +618,6 @@ def meaning(name: str) -> str | None:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and isfinite(value)
 
 

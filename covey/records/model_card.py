@@ -83,7 +83,6 @@ _FOLDERS = re.compile(rf"(?<![^\s\"'`=\[(,])(?:~/|/{_PART})(?:{_PART})*(?=[^/\s\
 
 
 def _line(value: object) -> str:
-    """Return a value from the configuration as one line, in which line breaks are escaped."""
     return printable(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -92,7 +91,6 @@ def _title(exported: Exported) -> str:
 
 
 def _code(value: object) -> str:
-    """Return a value from the configuration as Markdown code, which Markdown does not interpret."""
     text = _line(value)
     ticks = "`" * (1 + _longest_ticks(text))
     return f"{ticks} {text} {ticks}" if "`" in text else f"`{text}`"
@@ -103,7 +101,6 @@ def _longest_ticks(text: str) -> int:
 
 
 def _training(config: Mapping[str, Any], *, sft: bool) -> tuple[str, list[str]]:
-    """Return a description of the training run, and the tags of the model card."""
     named = (config.get(part, {}) for part in ("objective", "task", "reward"))
     algorithm, task, reward = (str(section.get("name", UNKNOWN)) for section in named)
     if sft:
@@ -152,7 +149,6 @@ def _use(exported: Exported, model: Mapping[str, Any]) -> str:
 
 
 def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None, best: Best | None) -> str:
-    """Return a table of the evaluations at the first, best, last and exported step."""
     if not evaluations:
         return "## Results\n\nThe run was not evaluated."
     labelled = [("first", evaluations[0])]

@@ -236,7 +236,6 @@ def parse_line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
 
 
 def _checked(raw: bytes, shape: Shape) -> Row:
-    """Parse a JSON object and validate its fields; raise ValueError if it is invalid."""
     try:
         # NaN and Infinity are not valid JSON, so they are read as null.
         row: Row = json.loads(raw.decode("utf-8"), parse_constant=lambda name: None)

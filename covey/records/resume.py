@@ -126,7 +126,6 @@ def offer(run: RunFolder, before: int | None = None) -> str:
 
 
 def resume_command(run: RunFolder) -> str:
-    """Return the command that resumes a run."""
     return f"covey {'sft' if run.is_sft else 'train'} --resume {shlex.quote(str(run.path))}"
 
 
@@ -220,7 +219,6 @@ def weights_of(target: Path, command: str, step: str | None = None) -> Path:
 
 
 def check_no_step(target: object, step: str | None) -> None:
-    """Raise RunError if --step is given for a target that is not a run folder."""
     if step is not None:
         raise RunError(
             f"--step {step} chooses a checkpoint of a run, but {target} is not a run folder; leave "

@@ -56,7 +56,6 @@ class Watch(Tracker):
             self.best.add(row)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Run the health checks on the metrics of a step."""
         row = {current_name(name): value for name, value in metrics.items()}
         self.new += self.health.add(row)
         best = self.best
@@ -68,7 +67,6 @@ class Watch(Tracker):
         )
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Compare an evaluation with the best evaluation so far."""
         best, row = self.best, {"step": step, **evaluation.row()}
         if best is not None and best.of_evaluations:
             if best.step is None:
@@ -76,7 +74,6 @@ class Watch(Tracker):
             self.is_best = best.add(row) and step > 0
 
     def _is_saved(self, step: int) -> bool:
-        """Whether `save.every` requires a checkpoint of `step`; only a saved step can be best."""
         every = self.config.save.every
         return every > 0 and step % every == 0
 
@@ -115,11 +112,9 @@ class Best:
 
     @property
     def of_evaluations(self) -> bool:
-        """Whether the metric comes from evaluations and not from training steps."""
         return metric(self.metric) is None
 
     def add(self, row: Mapping[str, Any]) -> bool:
-        """Add a row of eval.jsonl or steps.jsonl; return whether the metric improved."""
         value = measured(row, self.metric)
         if value is None:
             return False
@@ -131,7 +126,6 @@ class Best:
         return True
 
     def line(self) -> str:
-        """Return one line of text with the best step and its value."""
         return f"step {self.step} with {self.metric} {self.value:.4g}"
 
 
@@ -176,13 +170,11 @@ def best_of(run: RunFolder) -> Best | None:
 
 
 def best_step(run: RunFolder) -> int | None:
-    """Return the step of the best checkpoint, or None if the run has no best checkpoint."""
     best = best_of(run)
     return None if best is None else best.step
 
 
 def best_checkpoint(run: RunFolder) -> Path | None:
-    """Return the folder of the best checkpoint, or None if the run has no best checkpoint."""
     step = best_step(run)
     return None if step is None else dict(run.checkpoints())[step]
 

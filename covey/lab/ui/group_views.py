@@ -161,7 +161,6 @@ class RolloutIndex:
             self.notes.append(text)
 
     def row(self, line: int) -> Row:
-        """Read and return the rollout at the given line of the file."""
         place = bisect_left(self.entries, line, key=lambda entry: entry.line)
         found = self.entries[place : place + 1]
         row = None
@@ -262,7 +261,6 @@ def groups(site: Site, query: Query) -> dict[str, Any]:
 
 
 def summary(group: Sequence[Entry]) -> dict[str, Any]:
-    """Return a group's row in the list of groups, with prompt, rewards and length."""
     rewards = [entry.reward for entry in group if entry.reward is not None]
     # Plain sums are used for speed, because a step may have thousands of groups. They are of
     # differences from one reward, so that equal rewards have exactly this mean and no spread.
@@ -303,7 +301,6 @@ def _kept(group: Sequence[Entry], name: str) -> bool:
 
 
 def group(site: Site, query: Query) -> dict[str, Any]:
-    """Return the rollouts of one group, with their texts."""
     index = rollout_index(rollouts_file(site, query))
     index.update(READ_SECONDS)
     while not index.done and query.get("prompt_id") not in index.groups:
@@ -401,7 +398,6 @@ def start_explain(site: Site, query: Query) -> dict[str, Any]:
 
 
 def _explain(path: str, step: int) -> dict[str, Any]:
-    """Run `covey explain`, and map each line of the rollout file to the fields of its tokens."""
     found = covey_json("explain", path, "--step", str(step), "--seconds", "0")
     return {
         str(rollout["line"]): {
@@ -419,7 +415,6 @@ FILE = "tokenizer.json"
 def token_texts(
     run: RunFolder, settings: dict[str, Any], tokens: Sequence[int]
 ) -> list[str] | None:
-    """Return the text of each token; None if the run has no readable tokenizer."""
     for path in _tokenizers(run, settings):
         tokenizer = _loaded(str(path), path.stat().st_mtime_ns)
         if tokenizer is not None:

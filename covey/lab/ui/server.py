@@ -105,7 +105,6 @@ class Connection(H11Protocol):
         self.timer = self.loop.call_later(SECONDS, self._idle)
 
     def _idle(self) -> None:
-        """Close a connection that sends nothing, unless it waits for or still reads a reply."""
         before, self.unsent = self.unsent, self.transport.get_write_buffer_size()
         if self.unsent and self.unsent == before:
             self.transport.abort()
@@ -170,7 +169,6 @@ class Server(uvicorn.Server):
         return f"http://{host}:{self.port}/{f'?token={self.token}' if self.token else ''}"
 
     def answers_to(self, host: str) -> bool:
-        """Return whether the Host header of a request names this server."""
         # Starlette's TrustedHostMiddleware takes a list of names, but behind a router this machine
         # has addresses that it does not know. A name can be rebound, an address cannot.
         try:
@@ -213,7 +211,6 @@ def _is_address(host: str) -> bool:
 
 
 def own_names() -> set[str]:
-    """Return the host names of this machine."""
     return {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
 
 

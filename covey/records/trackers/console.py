@@ -97,13 +97,11 @@ class ConsoleTracker(Tracker):
         self.printed = 0.0
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Print the run folder and the number of steps."""
         self.steps, self.done, self.began = steps, done, time.monotonic()
         verb = f"resuming after step {done}" if done else "training"
         self.note(f"{verb}: {steps} steps of {rollouts} rollouts, in {self.run.path}")
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Print the metrics of a step, but at most one line every few seconds."""
         step = metrics["step"]
         if time.monotonic() - self.printed < PLAIN_LOG_SECONDS and step not in (1, self.steps):
             return
@@ -117,11 +115,9 @@ class ConsoleTracker(Tracker):
         return mean * (self.steps - step)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Print an evaluation."""
         self.note(f"step {step}: {evaluation_line(evaluation)}")
 
     def note(self, text: str) -> None:
-        """Print a line."""
         self.console.print(text, markup=False, highlight=False)
 
     def finished(self, done: int, steps: int, signal: str | None, command: str = "train") -> None:
@@ -162,7 +158,6 @@ class LiveTracker(ConsoleTracker):
         self.count = 0
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Show the bar."""
         super().started(steps=steps, done=done, rollouts=rollouts)
         self.progress.update(self.task, total=steps, completed=done)
         self.progress.start()
@@ -173,7 +168,6 @@ class LiveTracker(ConsoleTracker):
         self.progress.update(self.task, sampled=f"+{self.count}")
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Advance the bar."""
         self.count = 0
         step = metrics["step"]
         self.progress.update(
@@ -185,12 +179,10 @@ class LiveTracker(ConsoleTracker):
         )
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Print an evaluation above the progress bar."""
         self.count = 0
         super().evaluation(step, evaluation)
 
     def close(self) -> None:
-        """Remove the bar."""
         self.progress.stop()
 
 
