@@ -141,7 +141,13 @@ def resume_run(
     if print_config:
         return typer.echo(to_toml(config), nl=False)
     if verify:
-        _verify(folder)
+        with waiting("computing the last saved step again"):
+            from covey.lab.verify import recomputed
+
+            result = recomputed(folder)
+        if result.passed is False:
+            raise RunError(f"--verify: {result.figure}; {result.remedy}")
+        echo(f"{'verified' if result.passed else 'not verified'}: {result.figure}")
     train_run(
         config,
         folder,
@@ -166,20 +172,6 @@ def _start_ranks(config: Config, arguments: Sequence[str], *, sft: bool) -> None
         reported.exit_code = code
         raise reported
     raise typer.Exit
-
-
-def _verify(run: RunFolder) -> None:
-    """Repeat the steps before the newest checkpoint, and compare the weights with the checkpoint.
-
-    Raise RunError if the weights differ from the checkpoint.
-    """
-    with waiting("computing the last saved step again"):
-        from covey.lab.verify import recomputed
-
-        result = recomputed(run)
-    if result.passed is False:
-        raise RunError(f"--verify: {result.figure}; {result.remedy}")
-    echo(f"{'verified' if result.passed else 'not verified'}: {result.figure}")
 
 
 def check_new(

@@ -54,7 +54,7 @@ from covey.records.records import (
     unsaid,
     usable_lines,
 )
-from covey.types import Group, Rollout
+from covey.types import Group
 
 CHANGES = "changes.jsonl"
 """Name of the file with one line for each resume that changed settings. Each line of changes.jsonl
@@ -161,6 +161,11 @@ class RunFolder:
         ):
             again = {"replayed": True} if number >= len(groups) - replayed else {}
             for rollout, advantage, trained in zip(group.rollouts, means, learned, strict=True):
+                optional = {
+                    "kept": rollout.segments[0].kept,  # token sets that top-k and top-p kept
+                    "feedback": rollout.feedback,
+                    "teacher_prompt": rollout.teacher_prompt,
+                }
                 row = {
                     "prompt": group.prompt.text,
                     "target": group.prompt.target,
@@ -176,7 +181,7 @@ class RunFolder:
                     "tokens": rollout.tokens,
                     "trained": trained and (all(rollout.trained) or rollout.trained),
                     "sampler_logp": rollout.sampler_logp,
-                    **_optional(rollout),
+                    **{name: value for name, value in optional.items() if value},
                     "policy_version": rollout.policy_version,
                     "reward_id": rollout.reward_id,
                     # These fields allow a file to be scored again.
@@ -318,17 +323,6 @@ class RunFolder:
             except OSError:
                 raise RunError(f"the run {self.path} is in use by another process") from None
             yield
-
-
-def _optional(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout's optional fields: the token sets that top-k and top-p kept, feedback, and
-    the teacher's prompt."""
-    found = {
-        "kept": rollout.segments[0].kept,
-        "feedback": rollout.feedback,
-        "teacher_prompt": rollout.teacher_prompt,
-    }
-    return {name: value for name, value in found.items() if value}
 
 
 def list_runs(parent: Path) -> list[RunFolder]:

@@ -54,6 +54,8 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
     config, environment = tomllib.loads(settings), run.environment()
     base = config.get("model", {}).get("path", exported.source)
     training, tags = _training(config, sft=run.is_sft)
+    task = config.get("task", {})
+    options = [f"- {_line(name)}: {_code(value)}" for name, value in task.items() if name != "name"]
     fence = "`" * max(3, 1 + _longest_ticks(settings))
     parts = [
         _front_matter(base, tags),
@@ -62,7 +64,8 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
         f"{merged}",
         _use(exported, config.get("model", {})),
         _results(run.evaluations(), exported.step, best_of(run)),
-        _data(config.get("task", {})),
+        f"## Data\n\nTask {_code(task.get('name', UNKNOWN))}\n\n"
+        + "\n".join(options or ["- no options"]),
         _made_with(environment),
         f"## Configuration\n\n{fence}toml\n{settings}\n{fence}",
     ]
@@ -170,14 +173,6 @@ def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None, best: B
         f"## Results\n\nOn {evaluations[-1]['prompts']} held-out prompts, with 95 % intervals."
         f"{chosen}\n\n" + "\n".join(table)
     )
-
-
-def _data(task: Mapping[str, Any]) -> str:
-    lines = [
-        f"- {_line(option)}: {_code(value)}" for option, value in task.items() if option != "name"
-    ]
-    name = task.get("name", UNKNOWN)
-    return f"## Data\n\nTask {_code(name)}\n\n" + "\n".join(lines or ["- no options"])
 
 
 def _made_with(environment: Mapping[str, Any]) -> str:
