@@ -75,7 +75,7 @@ class Watch(Tracker):
         self.rollouts = rollouts
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        self.tokens += round(metrics["rollout/lengths"] * self.rollouts)
+        self.tokens += round(metrics["val/sequence_lengths"] * self.rollouts)
         self.updates += SETTINGS["train.mini_batches"]
         self.seconds += metrics["time/total"]
 

@@ -150,7 +150,7 @@ def judged(name: str, check: str, run: RunFolder) -> dict[str, Any]:
     event, found = happened(check, rows), spoken(check, run)
     right = event is not None and found is not None and found <= event + LATEST
     kept = (
-        "objective/success", "rollout/best_constant", "rollout/top_answer_share",
+        "objective/verifiable_correct_rate", "rollout/best_constant", "rollout/top_answer_share",
         "rollout/distinct_answers", "rollout/effective_answers", "rollout/effective_targets",
     )  # fmt: skip
     print(f"{'ok   ' if right else 'WRONG'} {name}: {check} happened {event}, found {found}")

@@ -30,7 +30,7 @@ from covey.objective import ALGORITHMS
 from covey.records.folder import RunFolder
 
 RESULT = Path(__file__).parent / "results" / "every_algorithm.json"
-CURVES = ("objective/success", "policy/entropy_avg")
+CURVES = ("objective/verifiable_correct_rate", "policy/entropy_avg")
 """Metrics that the pages of the algorithms show; `make docs` draws them."""
 TEACHER = "grpo"
 TAUGHT = ("opd",)

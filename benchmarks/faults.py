@@ -39,8 +39,8 @@ from own_process import flags
 from rich.progress import track
 
 from covey.cli.main import run as covey
-from covey.lab.verify.chain import chain_checks
-from covey.records.digests import DIGESTS_FILE
+from covey.lab.verify import checkpoint_checks
+from covey.records.files import DIGESTS_FILE
 from covey.records.folder import RunFolder
 
 STEPS = 6
@@ -104,10 +104,10 @@ def summary(run: Path) -> dict[str, Any]:
 
 
 def problems(run: Path, expected: dict[str, Any]) -> list[str]:
-    """Return how a run differs from the one in peace, and what its own records say."""
+    """Return how a run differs from the one in peace, and what its own checkpoints say."""
     found = summary(run)
     other = [name for name in expected if found[name] != expected[name]]
-    wrong = [r.name for r in chain_checks(RunFolder.open(run)) if r.passed is False]
+    wrong = [r.name for r in checkpoint_checks(RunFolder.open(run)) if r.passed is False]
     return [*other, *(["repeated"] if found["repeated"] else []), *wrong]
 
 

@@ -124,7 +124,7 @@ def run(words: list[str], arm: Arm, seed: int, folder: Path) -> dict[str, Any]:
     last = done.evaluations()[-1]
     means: dict[str, float] = {
         name: statistics.fmean(row[name] for row in rows)
-        for name in ("time/rollout", "time/update", "time/wait_rollouts", "time/wait_training",
+        for name in ("time/rollout", "time/training", "time/wait_rollouts", "time/wait_training",
                      "overlap/staleness", "policy/correction_ess")
         if name in rows[0]
     }  # fmt: skip
@@ -247,7 +247,7 @@ def measure_shape(given: argparse.Namespace, save: Callable[[dict[str, Any]], No
             overrides = [f"{key}={value}" for key, value in settings.items()] + given.settings
             config = run_config(sizes, "smollm2", overrides, steps=FIRST + given.steps)
             done = covey_run(sizes, "smollm2", config, warmup=FIRST)
-            speed, update = steps_per_second(done.rows), done.median("time/update")
+            speed, update = steps_per_second(done.rows), done.median("time/training")
             rows.append(
                 {
                     "arm": f"staleness {staleness}",

@@ -81,7 +81,7 @@ def trained(ranks: int, folder: Path) -> dict[str, float]:
     if any(codes):
         sys.exit(f"error: ranks ended with {codes}")
     rows = [json.loads(line) for line in (folder / "run" / "steps.jsonl").read_text().splitlines()]
-    names = {"step": "time/total", "rollout": "time/rollout", "update": "time/update"}
+    names = {"step": "time/total", "rollout": "time/rollout", "update": "time/training"}
     # The first step is slower: memory is allocated then.
     found = {
         name: statistics.median(row[metric] for row in rows[1:]) for name, metric in names.items()

@@ -76,7 +76,7 @@ def seven_b(sizes: Sizes, report: Report) -> None:
             completions * sizes.seven_tokens,
             completions * (sizes.prompt + sizes.seven_tokens),
         )
-        rollout, update = found.median("time/rollout"), found.median("time/update")
+        rollout, update = found.median("time/rollout"), found.median("time/training")
         report.row(
             "seven_b", shape=name, who=who, seconds=found.median("time/total"), rollout=rollout,
             update=update, sampled_per_s=tokens / rollout, tokens_per_s=counted / update,

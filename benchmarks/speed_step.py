@@ -187,12 +187,12 @@ def step_covey(sizes: Sizes) -> dict[str, Any]:
     )
     config = run_config(sizes, "smollm2", overrides, steps=sizes.warmup + sizes.steps)
     run = covey_run(sizes, "smollm2", config, warmup=sizes.warmup)
-    written = {round(row["rollout/lengths"] * completions) for row in run.rows}
+    written = {round(row["val/sequence_lengths"] * completions) for row in run.rows}
     assert written == {completions * sizes.tokens}, "a completion stopped early"
     return {
         "all_seconds": [row["time/total"] for row in run.rows],
         "rollout": run.median("time/rollout"),
-        "update": run.median("time/update"),
+        "update": run.median("time/training"),
         "tokens": completions * sizes.tokens,
         "startup": run.startup,
         **peaks(sizes.device),
@@ -293,7 +293,8 @@ def seed_shape(sizes: Sizes, report: Report) -> None:
         minutes += taken
         report.row(
             "seed_shape", shape="qwen2.5", who=algorithm, steps=len(run.rows), seconds=seconds,
-            mean_seconds=mean, rollout=run.median("time/rollout"), update=run.median("time/update"),
+            mean_seconds=mean, rollout=run.median("time/rollout"),
+            update=run.median("time/training"),
             startup=run.startup, minutes=taken, **peaks(sizes.device),
             ran=f"{sizes.seed_prompts} x {sizes.group} completions of {sizes.seed_tokens} tokens; "
             f"minutes: start-up and {SEED_STEPS} steps",

@@ -90,7 +90,7 @@ def time_covey(warmup: int, steps: int) -> Steps:
     return Steps(
         # Everything except writing the metrics line, about a millisecond.
         seconds=[row["time/total"] for row in timed],
-        tokens=[round(row["rollout/lengths"] * COMPLETIONS) for row in timed],
+        tokens=[round(row["val/sequence_lengths"] * COMPLETIONS) for row in timed],
         stopped=[row["rollout/stop_rate"] for row in timed],
         rewards=[row["objective/scores"] for row in timed],
     )

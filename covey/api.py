@@ -35,10 +35,10 @@ from covey.passed_objects import (
     check_types,
     model_name,
 )
-from covey.records.best import best_checkpoint
-from covey.records.estimate_text import estimate_text
 from covey.records.folder import RunFolder, check_new_run
+from covey.records.metric_registry import estimate_text
 from covey.records.trackers import Tracker
+from covey.records.watch import best_checkpoint
 from covey.screen import Screen
 from covey.stopping import StopSignal
 from covey.trust import scoped_trust
@@ -91,7 +91,7 @@ class TrainResult:
         last = self.metrics[-1] if self.metrics else {}
         for name, key in (
             ("last_reward", "objective/scores"),
-            ("last_success", "objective/success"),
+            ("last_success", "objective/verifiable_correct_rate"),
         ):
             if isinstance(last.get(key), int | float):
                 found[name] = f"{last[key]:.3f}"
@@ -249,7 +249,7 @@ def evaluate(
     """
     from covey.config.resolve import resolve
     from covey.evaluation.of_model import evaluate_model
-    from covey.records.checkpoint_choice import run_around, weights_of
+    from covey.records.resume import run_around, weights_of
 
     check_types(config=config, dataset=dataset, samples=samples)
     with notices.quiet(quiet):

@@ -29,7 +29,7 @@ from covey.garbage import freeze_garbage_collector
 from covey.objective import Objective
 from covey.objective.masked import row_sum
 from covey.records.folder import RunFolder
-from covey.records.metric_registry import meaning, with_open_instruct_names
+from covey.records.metric_registry import meaning
 from covey.records.resume import Start, start_of
 from covey.records.samples import SamplePage
 from covey.records.trackers import JsonlTracker, Tracker, Trackers
@@ -210,7 +210,7 @@ def rl_step(run: Run, log: Tracker, clock: Clock) -> Made:
         **engine,
         "time/rollout": collected.rollout_seconds,
         "time/score": collected.score_seconds,
-        "time/update": ended - training,
+        "time/training": ended - training,
         "time/total": ended - started,
         "time/from_scratch": clock.so_far(run.folder, ended - started),
         "time/tokens_per_second": collected.tokens / (ended - started),
@@ -246,7 +246,7 @@ def record(made: Made, run: Run, log: Tracker) -> None:
         if step % every == 0:
             run.folder.write_samples(step, run.samples.text(step))
             run.samples = SamplePage(run.samples.count)
-    log.step(with_open_instruct_names(metrics))
+    log.step(metrics)
     if step == 1 and config.engine.rounds and run.settings.sampled:
         log.note(lost_note(config, metrics))
 

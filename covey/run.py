@@ -44,11 +44,11 @@ from covey.policy.checkpoint import STATE_FILE, load_policy, save_policy, save_s
 from covey.policy.critic import Critic, critic_of
 from covey.policy.policy import Policy, load_frozen, load_model, policy_of, with_path
 from covey.policy.schedule import Budget, Used, schedule_of
-from covey.records.best import best_step
 from covey.records.folder import RunFolder
 from covey.records.resume import Start, offer, put_aside_after
 from covey.records.samples import SamplePage, read_samples
 from covey.records.trackers import Tracker
+from covey.records.watch import best_step
 from covey.reference import Reference
 from covey.reference.build import make_reference, make_self_teacher, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward

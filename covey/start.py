@@ -20,10 +20,16 @@ from covey.parallel.join import joined_world
 from covey.parallel.world import World
 from covey.passed_objects import OBJECTS
 from covey.records.files import append_line, write_text
-from covey.records.folder import CHANGES, RunFolder, next_run_path, set_aside_failed
+from covey.records.folder import (
+    CHANGES,
+    RunFolder,
+    changed_settings,
+    next_run_path,
+    reward_of_run,
+    set_aside_failed,
+)
 from covey.records.provenance import describe_environment
 from covey.records.resume import Start, resume_command, start_of
-from covey.records.settings import changed_settings, reward_of_run
 from covey.run import Run
 from covey.stopping import StopSignal, stop_signal
 

@@ -25,5 +25,6 @@ def short(completions, **columns):
 settings = {"train.steps": 10, "optimizer.learning_rate": 1e-4, "rollout.max_tokens": 32}
 result = covey.train(model="embedded", dataset=ROWS, rewards=[correct, short], **settings)
 steps = [m["step"] for m in result.metrics]
-figure = go.Figure(go.Scatter(x=steps, y=[m["objective/success"] for m in result.metrics]))
+correct_rate = [m["objective/verifiable_correct_rate"] for m in result.metrics]
+figure = go.Figure(go.Scatter(x=steps, y=correct_rate))
 figure.write_html(result.folder / "success.html")

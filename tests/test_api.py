@@ -267,15 +267,11 @@ def test_a_changed_reward_stops_a_resume_unless_it_is_allowed(tmp_path: Path) ->
     other = reward(code.replace("0.1", "0.2"))
     with pytest.raises(ConfigError, match="allow_changed_reward"):
         covey.train(resume=run, rewards=other, **given, **{"train.steps": 4})
-    assert command(["runs", "verify", str(run)]) == 0
     allowed = {**given, "allow_changed_reward": True, "train.steps": 4}
     covey.train(resume=run, rewards=other, **allowed)
     covey.train(resume=run, rewards=other, **given, **{"train.steps": 5})
     used = [row["reward_id"] for row in RunFolder(run).steps()]
     assert used[0] == used[2] != used[3] == used[4]
-    assert command(["runs", "verify", str(run)]) == 0
-    (run / "changes.jsonl").write_text("")
-    assert command(["runs", "verify", str(run)]) == 1
     with pytest.raises(ConfigError, match="allow_changed_reward"):
         covey.train(rewards=other, **allowed)
 

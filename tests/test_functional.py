@@ -246,10 +246,10 @@ def test_ratios_to_the_sampler_read_sampler_logp(name: str) -> None:
     assert "debug/sampler_kl" in out.metrics
     assert "debug/sampler_kl" not in same.metrics
     x = (given["logp"] - given["sampler_logp"])[given["mask"]]
-    assert out.metrics["policy/ratio"] == pytest.approx(float(x.exp().mean()))
+    assert out.metrics["val/ratio"] == pytest.approx(float(x.exp().mean()))
     shifted, _ = run(name, {**given, "sampler_logp": given["sampler_logp"] - 1.0})
     ratio = float((x + 1.0).exp().mean())
-    assert shifted.metrics["policy/ratio"] == pytest.approx(ratio)
+    assert shifted.metrics["val/ratio"] == pytest.approx(ratio)
 
 
 def test_an_algorithm_without_a_ratio_to_the_sampler_needs_old_logp() -> None:
@@ -646,7 +646,7 @@ def test_every_metric_has_a_meaning(name: str) -> None:
         options = {"entropy_bonus": 0.1}
     all_, _ = run(name, step(), **options)
     assert [m for m in (*some.metrics, *all_.metrics) if meaning(m) is None] == []
-    assert {"policy/approxkl_avg", "policy/ratio", "reward/advantages_mean"} <= some.metrics.keys()
+    assert {"policy/approxkl_avg", "val/ratio", "reward/advantages_mean"} <= some.metrics.keys()
     more = {"policy/entropy_avg", "debug/sampler_kl"}
     more |= set() if name in PAIRED else {"objective/kl_avg", "policy/correction_mean"}
     assert more | some.metrics.keys() <= all_.metrics.keys()
@@ -660,8 +660,8 @@ def test_metrics_are_over_trained_tokens() -> None:
     expected = {
         "policy/approxkl_k1": -x[mask].mean(),
         "policy/approxkl_k2": x[mask].square().mean() / 2,
-        "policy/ratio": x[mask].exp().mean(),
-        "policy/ratio_max": x[mask].exp().max(),
+        "val/ratio": x[mask].exp().mean(),
+        "val/ratio_max": x[mask].exp().max(),
         "reward/advantages_mean": out.advantage[mask].mean(),
         "reward/advantages_min": out.advantage[mask].min(),
         "policy/entropy_avg": given["entropy"][mask].mean(),

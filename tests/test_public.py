@@ -71,7 +71,7 @@ def test_a_wildcard_stands_for_several_metrics(part: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "Step", "steps", "objective", "objective/parts", "policy/ratio_", "parts/correct"]
+    "name", ["", "Step", "steps", "objective", "objective/parts", "val/ratio_", "parts/correct"]
 )
 def test_what_is_not_a_metric_means_nothing(name: str) -> None:
     assert meaning(name) is None

@@ -21,7 +21,10 @@ def train_result(**more: Any) -> covey.TrainResult:
     return covey.TrainResult(
         folder=Path("runs") / EVIL,
         step=6,
-        metrics=[{"objective/scores": 0.5, "objective/success": 0.25, "x" * 99: 1.0}] * 99,
+        metrics=[
+            {"objective/scores": 0.5, "objective/verifiable_correct_rate": 0.25, "x" * 99: 1.0}
+        ]
+        * 99,
         evaluation={"prompts": 40, "greedy": cell, "parts": {"a": 1.0}},
         model="m" * 9999,
         tokenizer="t" * 9999,

@@ -27,10 +27,10 @@ from covey.cli.startup import (
 from covey.config import Config, toml_value
 from covey.errors import DataError
 from covey.models.model_path import check_model_path
-from covey.records.checkpoint_choice import check_no_step, run_around, weights_of
-from covey.records.estimate_text import change_text, estimate_text
 from covey.records.files import write_text
 from covey.records.folder import RunFolder
+from covey.records.metric_registry import change_text, estimate_text
+from covey.records.resume import check_no_step, run_around, weights_of
 from covey.records.trackers.console import evaluation_line
 from covey.screen import Screen, cell
 
@@ -149,7 +149,6 @@ def eval_command(
 def _config(
     target: str, source: str | None, settings: list[str], smoke: bool, step: str | None
 ) -> Config:
-    """Return the configuration of an evaluation, with the evaluated model as `model.path`."""
     run = run_around(Path(target))
     if run is not None:
         tell_edited(RunFolder(run))
@@ -159,7 +158,6 @@ def _config(
 
 
 def _model(target: str, step: str | None = None) -> str:
-    """Return the path of the model to load; for a run, return the path of its checkpoint."""
     path = Path(target)
     if run_around(path):
         return str(weights_of(path, "covey eval {}", step))
@@ -168,7 +166,6 @@ def _model(target: str, step: str | None = None) -> str:
 
 
 def _evaluations(config: Config, models: list[str], by: str | None, show: bool) -> list[Evaluation]:
-    """Evaluate one model after the other on the same prompts, with the same scorer."""
     with waiting(STARTING):
         from covey.config.resolve import evaluation_config, held_out_of, resolve, task_of
         from covey.engines.native.engine import NativeEngine
@@ -210,7 +207,6 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
 
 
 def _data(results: Results, by: str | None) -> dict[str, Any]:
-    """Return JSON data: the evaluation results and, for two models, their comparison."""
     from covey.evaluation import by_category, compare, estimates
 
     rows = []
@@ -232,7 +228,6 @@ def _data(results: Results, by: str | None) -> dict[str, Any]:
 
 
 def _show(results: Results, by: str | None, console: Console) -> None:
-    """Print the evaluation of each model and, for two models, their comparison."""
     from covey.evaluation import compare
     from covey.evaluation.items import PART
 

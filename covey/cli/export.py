@@ -16,10 +16,10 @@ from covey.config import Config, load_config
 from covey.errors import ConfigError, ModelError
 from covey.hub_access import offline_if_unreachable
 from covey.models.model_path import check_model_path
-from covey.records.checkpoint_choice import check_no_step, run_around, weights_of
 from covey.records.files import check_free
 from covey.records.folder import RunFolder
 from covey.records.model_card import Exported, model_card
+from covey.records.resume import check_no_step, run_around, weights_of
 from covey.screen import echo
 
 Target = Annotated[
@@ -136,7 +136,6 @@ def _card(
 
 
 def _dtype(asked: str, config: Config, run: RunFolder | None) -> str:
-    """Return the dtype of the exported weights; by default, the run's compute dtype."""
     if asked != "auto":
         return asked
     if config.model.dtype != "auto":

@@ -12,22 +12,19 @@ from typing import Any
 import typer
 
 from covey._version import __version__
-from covey.cli.algorithms import algorithms_command
 from covey.cli.compare import compare_command
 from covey.cli.doctor import doctor_command
 from covey.cli.eval import eval_command
 from covey.cli.explain import explain_command
 from covey.cli.export import export_command
+from covey.cli.lists import algorithms_command, recipes_command, tasks_command
 from covey.cli.numerics import numerics_command
 from covey.cli.plan import plan_command
 from covey.cli.port import app as port_app
-from covey.cli.recipes import recipes_command
 from covey.cli.reference import app as reference_app
 from covey.cli.rewards import app as rewards_app
 from covey.cli.runs import app as runs_app
-from covey.cli.sft import sft_command
-from covey.cli.tasks import tasks_command
-from covey.cli.train import train_command
+from covey.cli.train import sft_command, train_command
 from covey.cli.ui import ui_command
 from covey.errors import CoveyError, reason
 from covey.escape import printable
@@ -93,7 +90,6 @@ def _command() -> Any:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the `covey` command with the given arguments, and return the exit code."""
     try:
         with scoped_trust():
             result = _command().main(
@@ -126,7 +122,6 @@ def run(arguments: list[str]) -> int:
 
 
 def _told(error: CoveyError) -> bool:
-    """Return whether this rank must stay silent because another rank prints the error."""
     if isinstance(error, RankError | Reported) or "RANK" not in os.environ:
         return not str(error)
     from covey.parallel.join import told_by_main

@@ -15,10 +15,10 @@ from typer.core import TyperGroup
 
 from covey.cli.startup import AsJson, Trust, tell_edited, waiting
 from covey.errors import RunError
-from covey.records.estimate_text import estimate_text
 from covey.records.folder import FAILURE, RunFolder, limit_of, list_runs, settings_of
 from covey.records.health import silence, timeline
 from covey.records.health_checks import CERTAIN
+from covey.records.metric_registry import estimate_text
 from covey.records.records import turn_lines, unsaid
 from covey.screen import UNLIMITED, Screen, cell, echo
 
@@ -60,8 +60,8 @@ class _Runs(TyperGroup):
 app = typer.Typer(
     rich_markup_mode=None,
     cls=_Runs,
-    help="List runs, or show one run, check its health, verify its records, or write its report. "
-    "`covey runs RUN` is short for `covey runs show RUN`.",
+    help="List runs, or show one run, check its health, verify its checkpoints, or write its "
+    "report. `covey runs RUN` is short for `covey runs show RUN`.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -145,16 +145,15 @@ def verify_command(
     trust: Trust = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that no step, prompt or rollout of a run is lost, repeated or changed.
+    """Check that the checkpoints of a run are undamaged.
 
-    The command checks that the run's configuration, data, reward, rollouts, steps and checkpoints
-    agree. The exit code is 1 if a check fails, and 0 otherwise.
+    The exit code is 1 if a check fails, and 0 otherwise.
     """
     run = RunFolder.open(path)
     with waiting("reading the run"):
-        from covey.lab.verify.chain import chain_checks
+        from covey.lab.verify import checkpoint_checks
 
-        found = list(chain_checks(run))
+        found = checkpoint_checks(run)
         if recompute:
             from covey.lab.explain.recorded import recomputed
 
@@ -223,7 +222,6 @@ def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
-    """Return the state of a run: running, done, failed or stopped."""
     if run.in_use():
         return "running"
     saved = run.checkpoints()
@@ -248,7 +246,6 @@ def fitting_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
 
 
 def table_width(table: Table) -> int:
-    """Return the width that a table needs to show every cell on one line."""
     return Screen(width=UNLIMITED).measure(table).maximum
 
 

@@ -18,7 +18,7 @@ from rich.markup import escape
 from covey.config import Config, load_config, load_smoke, toml_value
 from covey.errors import ConfigError
 from covey.models.model_path import check_model_path
-from covey.records.settings import edited_settings
+from covey.records.folder import edited_settings
 from covey.screen import Screen, echo
 from covey.trust import trust
 
@@ -172,7 +172,6 @@ def resolved(
 
 
 def check_out(path: Path | None) -> None:
-    """Raise ConfigError if the folder of an output file (--out) does not exist."""
     if path is not None and not path.parent.is_dir():
         raise ConfigError(
             f"--out {path}: the folder {path.parent} does not exist; create the folder first"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from covey.errors import ConfigError, RunError, reason
 from covey.screen import echo
-
-if TYPE_CHECKING:
-    from covey.lab.ui.server import Server
 
 USUAL = (Path("runs"), Path("comparisons"))
 """The default output folders of `covey train` and `covey compare`."""
@@ -63,14 +61,5 @@ def ui_command(
         import webbrowser
 
         webbrowser.open(server.url)
-    _serve(server)
-
-
-def _serve(server: Server) -> None:
-    try:
+    with suppress(KeyboardInterrupt):
         server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()
-        server.site.close()

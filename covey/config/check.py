@@ -22,9 +22,9 @@ from covey.config.resolve import (
 from covey.environments.registry import NONE, PASSED, make_factory
 from covey.errors import ConfigError, CoveyError, DataError
 from covey.models.model_path import adapter_base, check_model_path
-from covey.records.best import check_metric
 from covey.records.health import check_names
 from covey.records.trackers.registry import check_trackers
+from covey.records.watch import check_metric
 from covey.rewards import LENGTH_PENALTIES, Reward
 from covey.rewards.user import check_columns
 from covey.rollout.prompts import check_enough

@@ -11,7 +11,7 @@ from covey.engines.protocol import Sampling
 from covey.evaluation.intervals import Estimate
 from covey.evaluation.items import PART, Item, ItemCompletion, estimates, is_graded
 from covey.notebook import html_table, short_repr
-from covey.records.estimate_text import estimate_text
+from covey.records.metric_registry import estimate_text
 from covey.rollout.collect import Collected, Collector
 from covey.rollout.episode import encode_prompts
 from covey.rollout.metrics import final_answer

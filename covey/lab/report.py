@@ -27,13 +27,12 @@ from covey.lab.compare.report import (
     trends,
 )
 from covey.lab.page import TextTable, Trend, fenced, render, security_policy, style_sheet
-from covey.records.estimate_text import change_text, estimate_text, value_text
+from covey.lab.ui.group_views import RolloutIndex
 from covey.records.files import write_text
 from covey.records.folder import RunFolder, settings_of
 from covey.records.health import Finding, timeline
-from covey.records.metric_registry import is_number
+from covey.records.metric_registry import change_text, estimate_text, is_number, value_text
 from covey.records.records import MOST_TEXT, Note, read_bytes
-from covey.records.rollout_index import RolloutIndex
 
 # The contents of the report.
 
@@ -41,7 +40,7 @@ from covey.records.rollout_index import RolloutIndex
 PANELS = MappingProxyType(
     {
         "reward": HEALTH["reward"],
-        "correct": ("objective/success",),
+        "correct": ("objective/verifiable_correct_rate",),
         "loss": ("sft/loss",),
         **HEALTH,
     }

@@ -8,7 +8,7 @@ import torch
 
 from covey.lab.plan.findings import findings
 from covey.lab.plan.task_facts import facts_of
-from covey.records.settings import edited_settings
+from covey.records.folder import edited_settings
 from covey.records.trackers.console import ConsoleTracker, console_tracker
 from covey.rollout.prompts import prompt_notes
 from covey.screen import Screen

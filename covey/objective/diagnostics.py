@@ -129,7 +129,7 @@ def observe(
         "policy/approxkl_k1": -x,
         "policy/approxkl_k2": x.square() / 2,
         "policy/approxkl_avg": torch.expm1(x) - x,
-        "policy/ratio_overflow": output.x.abs() > MAX_LOG_RATIO,
+        "val/ratio_overflow": output.x.abs() > MAX_LOG_RATIO,
         "reward/advantages_mean": batch.advantage,
     }
     if entropy is not None:
@@ -166,8 +166,8 @@ def _observe_ratio(meter: Meter, objective: Objective, batch: Batch, output: Pol
     ratio = log_ratio.exp()
     values["policy/clipfrac_avg"] = values["policy/clipfrac_low"] + values["policy/clipfrac_high"]
     meter.means(values, clippable)
-    meter.means({"policy/ratio": ratio, "ratio_square": ratio.square()}, votes)
-    meter.extremes("policy/ratio", ratio, votes)
+    meter.means({"val/ratio": ratio, "ratio_square": ratio.square()}, votes)
+    meter.extremes("val/ratio", ratio, votes)
 
 
 def observe_reference(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
@@ -260,8 +260,8 @@ def summary(measured: Measured) -> dict[str, float]:
     numbers = measured.means()
     if "ratio_square" in numbers:
         # Var r = E r^2 - (E r)^2, from sums that add up over micro-batches.
-        variance = numbers.pop("ratio_square") - numbers["policy/ratio"] ** 2
-        numbers["policy/ratio_var"] = max(0.0, variance)
+        variance = numbers.pop("ratio_square") - numbers["val/ratio"] ** 2
+        numbers["val/ratio_var"] = max(0.0, variance)
     if "rho_square" in numbers:
         numbers["debug/sampler_chi2"] = numbers.pop("rho_square") - 1.0
     if "correction_square" in numbers:

@@ -22,7 +22,7 @@ from covey.parallel.lifeline import (
     listen,
 )
 from covey.parallel.world import ALONE, RankInfo, Ranks, World, rank_info
-from covey.records.settings import changed_settings
+from covey.records.folder import changed_settings
 
 Say = Callable[[str], None]
 _stores: dict[tuple[str, str], Any] = {}

@@ -9,7 +9,6 @@
     samples/000100.md       the completions of step 100 with the highest and lowest rewards
     checkpoints/000050/     a Hugging Face folder with optimizer state, written atomically
     checkpoints.jsonl       one line per checkpoint saved, whether or not it still exists
-    digests.jsonl           SHA-256 digests of the records above, which `covey runs verify` checks
     failure.txt             the traceback of another process that ended the run
     changes.jsonl           settings that were changed when the run was resumed
     superseded/1/           records of later steps that a resume moved away (resume.py)
@@ -35,7 +34,6 @@ from typing import Any
 from covey.errors import DiskError, RunError
 from covey.notices import notice
 from covey.records import records
-from covey.records.digests import add_digest, write_digests
 from covey.records.files import (
     append_line,
     check_free,
@@ -43,22 +41,21 @@ from covey.records.files import (
     json_line,
     whole_folder,
     write_bytes,
+    write_digests,
     write_text,
 )
 from covey.records.metric_registry import current_name
 from covey.records.records import (
+    ANY_OBJECT,
     Note,
     episode_row,
     read_lines,
-    renamed,
+    read_text,
     unsaid,
     usable_lines,
 )
-from covey.types import Group, Rollout
+from covey.types import Group
 
-SFT_KINDS = ("sft", "warmup")
-"""Values of `kind` in the environment.json of an SFT run. Only runs of Covey 0.1 have the value
-"warmup"."""
 CHANGES = "changes.jsonl"
 """Name of the file with one line for each resume that changed settings. Each line of changes.jsonl
 contains the step, the old and new values of the changed settings, and the entries of
@@ -91,7 +88,6 @@ class RunFolder:
 
     @staticmethod
     def open(path: Path) -> RunFolder:
-        """Open an existing run folder."""
         if not (path / "config.toml").is_file():
             files = ("config.toml", "environment.json")
             whole = [p for p in path.parents if all((p / name).is_file() for name in files)]
@@ -102,7 +98,6 @@ class RunFolder:
 
     @property
     def config_file(self) -> Path:
-        """The resolved configuration."""
         return self.path / "config.toml"
 
     def environment(self, note: Note = notice) -> dict[str, Any]:
@@ -115,15 +110,10 @@ class RunFolder:
 
     def log_step(self, metrics: dict[str, Any]) -> None:
         """Append a step's metrics to steps.jsonl, with null for NaN and infinite values."""
-        self._append("steps.jsonl", finite(metrics))
+        append_line(self.path / "steps.jsonl", finite(metrics))
 
     def log_evaluation(self, result: dict[str, Any]) -> None:
-        """Append the results of an evaluation to eval.jsonl."""
-        self._append("eval.jsonl", result)
-
-    def _append(self, name: str, row: dict[str, Any]) -> None:
-        add_digest(self.path, row["step"], name, json.dumps(row).encode())
-        append_line(self.path / name, row)
+        append_line(self.path / "eval.jsonl", result)
 
     def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows to a file such as rollouts/000012.jsonl.
@@ -131,27 +121,23 @@ class RunFolder:
         Values without a JSON type become strings.
         """
         (self.path / name).mkdir(exist_ok=True)
-        lines, file = b"".join(json_line(row) for row in rows), f"{name}/{step:06d}.jsonl"
-        add_digest(self.path, step, file, lines)
-        write_bytes(self.path / file, lines)
+        lines = b"".join(json_line(row) for row in rows)
+        write_bytes(self.path / name / f"{step:06d}.jsonl", lines)
 
     def items(self, step: int, note: Note = notice) -> list[dict[str, Any]]:
         """Return the valid lines of a step's evaluation file, one per held-out prompt."""
-        rows = usable_lines(self.path / "evaluations" / f"{step:06d}.jsonl", records.ITEM, note)
-        return renamed(rows, records.OLD_ITEM)
+        return usable_lines(self.path / "evaluations" / f"{step:06d}.jsonl", records.ITEM, note)
 
     def steps(self, note: Note = notice) -> list[dict[str, Any]]:
-        """Return the valid lines of steps.jsonl, with current names for metrics of Covey 0.1."""
+        """Return the valid lines of steps.jsonl, with current names for renamed metrics."""
         path = self.path / "steps.jsonl"
         rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
         return [{current_name(name): value for name, value in row.items()} for row in rows]
 
     def has_step(self, step: int) -> bool:
-        """Return whether the metrics of a step are recorded."""
         return any(row["step"] == step for row in self.steps(unsaid))
 
     def evaluations(self, note: Note = notice) -> list[dict[str, Any]]:
-        """Return the readable lines of eval.jsonl."""
         path = self.path / "eval.jsonl"
         return records.by_step(path, usable_lines(path, records.EVALUATION, note), note)
 
@@ -175,6 +161,11 @@ class RunFolder:
         ):
             again = {"replayed": True} if number >= len(groups) - replayed else {}
             for rollout, advantage, trained in zip(group.rollouts, means, learned, strict=True):
+                optional = {
+                    "kept": rollout.segments[0].kept,  # token sets that top-k and top-p kept
+                    "feedback": rollout.feedback,
+                    "teacher_prompt": rollout.teacher_prompt,
+                }
                 row = {
                     "prompt": group.prompt.text,
                     "target": group.prompt.target,
@@ -190,7 +181,7 @@ class RunFolder:
                     "tokens": rollout.tokens,
                     "trained": trained and (all(rollout.trained) or rollout.trained),
                     "sampler_logp": rollout.sampler_logp,
-                    **_optional(rollout),
+                    **{name: value for name, value in optional.items() if value},
                     "policy_version": rollout.policy_version,
                     "reward_id": rollout.reward_id,
                     # These fields allow a file to be scored again.
@@ -207,12 +198,12 @@ class RunFolder:
 
         Raises RunError if a line is damaged.
         """
-        return renamed(read_lines(self._rollouts_file(step), records.ROLLOUT), records.OLD_ROLLOUT)
+        return read_lines(self._rollouts_file(step), records.ROLLOUT)
 
     def usable_rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the readable rollouts of a step; raise RunError if no rollout is readable."""
         rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, notice)
-        return renamed(rows, records.OLD_ROLLOUT) or self.require_rollouts(step)
+        return rows or self.require_rollouts(step)
 
     def require_rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the rollouts of a step.
@@ -234,11 +225,9 @@ class RunFolder:
 
     @property
     def is_sft(self) -> bool:
-        """Whether the run was made with `covey sft`."""
-        return self.environment(unsaid).get("kind") in SFT_KINDS
+        return self.environment(unsaid).get("kind") == "sft"
 
     def check_kind(self, *, sft: bool) -> None:
-        """Raise RunError if an SFT run is resumed with RL, or if an RL run is resumed with SFT."""
         if self.is_sft != sft:
             kind, command = ("an SFT run", "sft") if self.is_sft else ("not an SFT run", "train")
             raise RunError(
@@ -309,7 +298,6 @@ class RunFolder:
                 shutil.rmtree(folder)
 
     def in_use(self) -> bool:
-        """Return whether another process is training the run."""
         if not (self.path / ".lock").exists():
             return False
         try:
@@ -335,17 +323,6 @@ class RunFolder:
             except OSError:
                 raise RunError(f"the run {self.path} is in use by another process") from None
             yield
-
-
-def _optional(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout's optional fields: the token sets that top-k and top-p kept, feedback, and
-    the teacher's prompt."""
-    found = {
-        "kept": rollout.segments[0].kept,
-        "feedback": rollout.feedback,
-        "teacher_prompt": rollout.teacher_prompt,
-    }
-    return {name: value for name, value in found.items() if value}
 
 
 def list_runs(parent: Path) -> list[RunFolder]:
@@ -410,7 +387,6 @@ def set_aside_failed(path: Path) -> str:
 
 
 def _failed_early(path: Path) -> bool:
-    """Whether a run failed before it finished a step or saved a checkpoint."""
     run = RunFolder(path)
     failed = _has_no_step(path) and (path / FAILURE).is_file()
     return failed and not any((path / "checkpoints").glob("*")) and not run.in_use()
@@ -424,3 +400,74 @@ def next_run_path(parent: Path, label: str) -> Path:
     """Return the first of `label-1`, `label-2`, ... that does not exist."""
     numbered = (parent / f"{label}-{number}" for number in itertools.count(1))
     return next(path for path in numbered if not path.exists())
+
+
+# Compares the settings of two runs, and finds settings of a run that were edited after it
+# started.
+
+
+MOST_NAMED = 8
+"""Maximum number of edited settings that a message lists by name."""
+
+
+def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | None:
+    """Return a message about settings edited since the run started; None if none were edited.
+
+    Settings that the user changed when resuming the run do not count as edited. Return None for
+    runs of older Covey versions, which did not record their settings at the start.
+    """
+    if environment.get("config") is None:
+        return None
+    try:
+        then = tomllib.loads(environment["config"])
+        now = tomllib.loads(read_text(run.config_file))
+        resumes = usable_lines(run.path / CHANGES, ANY_OBJECT, notice)
+    except (RunError, ValueError, RecursionError):
+        return None  # loading the configuration reports the error
+    known = {key for resume in resumes for key in resume.get("settings", ())}
+    changed = [
+        f"{key} was {setting_text(old)} and is {setting_text(new)}"
+        for key, (old, new) in changed_settings(then, now).items()
+        if key not in known
+    ]
+    if not changed:
+        return None
+    more = f", and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
+    named = ", ".join(changed[:MOST_NAMED])
+    return f"{run.config_file} was edited since the run was started: {named}{more}"
+
+
+def reward_of_run(run: RunFolder, note: Note = notice) -> str:
+    """Return the identity of a run's reward, as of its start or of the last allowed change."""
+    changes = usable_lines(run.path / CHANGES, ANY_OBJECT, note)
+    changed = [change["reward"][1] for change in changes if change.get("reward")]
+    return str(changed[-1] if changed else run.environment(note).get("reward") or "")
+
+
+def flat_settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name of every setting, such as `train.steps`, and its value."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flat_settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def changed_settings(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the old and new value of each changed setting, with None for a missing value.
+
+    >>> changed_settings({"train": {"steps": 5, "epochs": 1}}, {"train": {"steps": 7, "epochs": 1}})
+    {'train.steps': (5, 7)}
+    """
+    old, new = dict(flat_settings(before)), dict(flat_settings(after))
+    return {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
+
+
+def setting_text(value: Any) -> str:
+    return "not set" if value is None else repr(value)

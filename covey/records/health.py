@@ -43,7 +43,6 @@ class Finding:
     """The last step that shows the problem; None if the newest step still shows it."""
 
     def line(self) -> str:
-        """Return the finding as one line of text."""
         remedy = "; ".join([*([" or ".join(self.change)] if self.change else []), self.also])
         remedy = remedy.strip("; ")
         end = f" to {self.until}" if self.until is not None else ""
@@ -51,7 +50,6 @@ class Finding:
         return f"{lead}; try {remedy}" if remedy else lead
 
     def row(self) -> dict[str, Any]:
-        """Return the finding as plain data."""
         return {**asdict(self), "change": list(self.change)}
 
 
@@ -124,7 +122,6 @@ def _changes(check: Check, settings: Settings) -> Iterator[str]:
 
 
 def _key(line: str) -> str:
-    """Return the name of the setting in a configuration line, such as `objective.beta`."""
     return line.partition(" = ")[0]
 
 
@@ -173,7 +170,6 @@ def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ConfigError if a name in `train.stop_on` is not the name of a health check."""
     for name in names:
         if name not in CHECKS:
             hint = nearest(name, CHECKS)

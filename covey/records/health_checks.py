@@ -34,7 +34,7 @@ CERTAIN = 3
 """Number of steps after which a run without any training signal is a finding; with fewer steps, it
 is too early to say that nothing is wrong."""
 REWARD = "objective/scores"
-SUCCESS = "objective/success"
+SUCCESS = "objective/verifiable_correct_rate"
 NUMBERS = (REWARD, "loss/policy_avg", "optim/grad_norm", "policy/approxkl_avg")
 
 
@@ -52,7 +52,6 @@ class History:
     blocks: deque[float] = field(default_factory=lambda: deque(maxlen=BLOCK))
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add the metrics of the next step."""
         self.rows.append(row)
         for name, value in row.items():
             if is_number(value):
@@ -67,7 +66,6 @@ class History:
 
     @property
     def row(self) -> Mapping[str, Any]:
-        """The metrics of the last step."""
         return self.rows[-1]
 
     def last(self, name: str, count: int, before: int = 0) -> list[float]:
@@ -83,7 +81,6 @@ class History:
         return [v for v in values if is_number(v)] if all(map(is_number, values)) else []
 
     def mean(self, name: str, count: int, before: int = 0) -> float:
-        """Return the mean of the values that `last` returns, or NaN if there are no values."""
         values = self.last(name, count, before)
         return fmean(values) if values else math.nan
 
@@ -110,7 +107,6 @@ def noise(values: Sequence[float]) -> float:
 
 
 def high(name: str) -> float:
-    """Return the largest healthy value of a metric."""
     _, top = METRICS[name].healthy or (None, None)
     assert top is not None, f"{name} has an upper bound"
     return top
@@ -166,10 +162,10 @@ def large_updates(history: History) -> str | None:
 
 def ratio_drift(history: History) -> str | None:
     """Find a mean probability ratio that stays far from 1 over several steps."""
-    values = history.last("policy/ratio", 5)
-    low, _ = METRICS["policy/ratio"].healthy or (None, None)
-    assert low is not None, "policy/ratio has a lower bound"
-    if not values or not (max(values) < low or min(values) > high("policy/ratio")):
+    values = history.last("val/ratio", 5)
+    low, _ = METRICS["val/ratio"].healthy or (None, None)
+    assert low is not None, "val/ratio has a lower bound"
+    if not values or not (max(values) < low or min(values) > high("val/ratio")):
         return None
     return f"mean ratio {fmean(values):.3g}"
 
@@ -211,7 +207,7 @@ def cut_off(history: History) -> str | None:
 
 def length_explosion(history: History) -> str | None:
     """Detect completions that get much longer or hit the token limit, without more successes."""
-    lengths, stops = "rollout/lengths", "rollout/stop_rate"
+    lengths, stops = "val/sequence_lengths", "rollout/stop_rate"
     now, then = history.mean(lengths, 3), history.mean(lengths, 3, before=7)
     better = history.mean(SUCCESS, 3) > history.mean(SUCCESS, 3, before=7) + 0.02
     if now > 1.5 * then and not better:
@@ -283,7 +279,7 @@ def stalled(history: History) -> str | None:
     times = history.last("time/total", 6)
     if not times or times[-1] < 30 or times[-1] < 5 * median(times[:-1]):
         return None
-    names = ("time/rollout", "time/score", "time/update", "time/wait_rollouts")
+    names = ("time/rollout", "time/score", "time/training", "time/wait_rollouts")
     parts = {n: history.row[n] - history.mean(n, 5, before=1) for n in names if n in history.row}
     slow = max(parts, key=parts.__getitem__, default="time/total")
     return f"a step of {times[-1]:.0f} s, after {median(times[:-1]):.0f} s; most of it in {slow}"

@@ -4,10 +4,10 @@ Health checks, the web page and tests use this registry, and docs/metrics.md is 
 Metrics of the forward and backward passes are computed in `covey/objective/diagnostics.py` and
 `covey/step.py`.
 
-Metrics that open-instruct also has are logged under open-instruct's names too. A name with `*`
-stands for several metrics. A mean over tokens is the sum over all trained tokens of a training
-step, divided by the number of these tokens. A mean over tokens is never computed as a mean of the
-means of micro-batches.
+Metrics that open-instruct also has are logged under open-instruct's name; of two names for one
+number, under one of them. A name with `*` stands for several metrics. A mean over tokens is the sum
+over all trained tokens of a training step, divided by the number of these tokens. A mean over
+tokens is never computed as a mean of the means of micro-batches.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Metric:
     healthy: tuple[float | None, float | None] | None = None
     """Smallest and largest value of the metric in a healthy run; None means no bound."""
     open_instruct: str = ""
-    """Name of the metric in open-instruct, if it differs from the name in Covey. Every step logs
-    the metric under its name in Covey and under its name in open-instruct."""
+    """Second name of the metric in open-instruct, which logs it under both."""
     trl: str = ""
     """Name of the metric in TRL."""
 
@@ -76,14 +75,12 @@ METRICS: Mapping[str, Metric] = {
         "reward",
         trl="reward_std",
     ),
-    "objective/success": Metric(
+    "objective/verifiable_correct_rate": Metric(
         "Share of scored completions that are correct.",
         "share",
-        open_instruct="objective/verifiable_correct_rate",
     ),
     "objective/parts/*": Metric(
-        "Mean of one unweighted part of the reward, over the completions that have it. The part "
-        "`format` is also logged as `val/format_scores`, its name in open-instruct.",
+        "Mean of one unweighted part of the reward, over the completions that have it.",
         "reward",
         trl="rewards/*/mean",
     ),
@@ -119,22 +116,21 @@ METRICS: Mapping[str, Metric] = {
     "rollout/dropped_surplus": Metric(
         "Groups dropped because the step had enough groups without them.", "groups"
     ),
-    "rollout/lengths": Metric(
+    "val/sequence_lengths": Metric(
         "Mean tokens per completion, including the end token.",
         "tokens",
-        open_instruct="val/sequence_lengths",
         trl="completions/mean_length",
     ),
-    "rollout/lengths_min": Metric(
+    "val/sequence_lengths_min": Metric(
         "Tokens of the shortest completion.", "tokens", trl="completions/min_length"
     ),
-    "rollout/lengths_max": Metric(
+    "val/sequence_lengths_max": Metric(
         "Tokens of the longest completion.", "tokens", trl="completions/max_length"
     ),
-    "rollout/lengths_solved": Metric(
+    "val/sequence_lengths_solved": Metric(
         "Mean tokens of the correct completions. Logged only if there are any.", "tokens"
     ),
-    "rollout/lengths_unsolved": Metric(
+    "val/sequence_lengths_unsolved": Metric(
         "Mean tokens of the wrong completions. Logged only if there are any.", "tokens"
     ),
     "rollout/stop_rate": Metric(
@@ -166,15 +162,13 @@ METRICS: Mapping[str, Metric] = {
         "episodes",
         healthy=(0, 0),
     ),
-    "rollout/stop_token_rate": Metric(
+    "val/stop_token_rate": Metric(
         "Share of completions that contain a stop token.",
         "share",
-        open_instruct="val/stop_token_rate",
     ),
-    "rollout/stop_tokens": Metric(
+    "val/num_stop_token_ids": Metric(
         "Number of stop tokens in all completions.",
         "tokens",
-        open_instruct="val/num_stop_token_ids",
     ),
     "other/real_batch_size_ratio": Metric(
         "Share of completions in groups whose rewards differ.", "share", healthy=(0.1, 1.0)
@@ -246,11 +240,10 @@ METRICS: Mapping[str, Metric] = {
     ),
     "time/rollout": Metric("Seconds spent sampling.", "seconds", MACHINE),
     "time/score": Metric("Seconds spent scoring.", "seconds", MACHINE),
-    "time/update": Metric(
+    "time/training": Metric(
         "Seconds spent on log-probabilities, gradients and optimizer steps.",
         "seconds",
         MACHINE,
-        open_instruct="time/training",
     ),
     "time/wait_rollouts": Metric(
         "Seconds that training waited for rollouts. Logged only with overlap.mode = 'copy'.",
@@ -276,7 +269,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     "time/mfu": Metric(
         "Model FLOPs utilization: 6 x weights x tokens (prompts and completions) of the "
-        "optimizer steps, divided by time/update and by the peak bfloat16 rate of all GPUs that "
+        "optimizer steps, divided by time/training and by the peak bfloat16 rate of all GPUs that "
         "train. Logged only on GPUs whose rate is known.",
         "share",
         MACHINE,
@@ -433,7 +426,7 @@ METRICS: Mapping[str, Metric] = {
         "share",
         PASSES,
     ),
-    "policy/ratio_overflow": Metric(
+    "val/ratio_overflow": Metric(
         "Share of tokens with |logp - old_logp| above 20, beyond which ratios are cut off. A "
         "share above 0 points to an error.",
         "share",
@@ -533,20 +526,18 @@ METRICS: Mapping[str, Metric] = {
         OPTIMIZER,
         healthy=(0, 0),
     ),
-    "policy/ratio": Metric(
+    "val/ratio": Metric(
         "Mean of the objective's ratio r over tokens, or over completions with one ratio per "
         "completion.",
         source=PASSES,
         healthy=(0.9, 1.1),
-        open_instruct="val/ratio",
     ),
-    "policy/ratio_var": Metric(
-        "Variance of the objective's ratio r, over tokens or over completions like policy/ratio.",
+    "val/ratio_var": Metric(
+        "Variance of the objective's ratio r, over tokens or over completions like val/ratio.",
         source=PASSES,
-        open_instruct="val/ratio_var",
     ),
-    "policy/ratio_max": Metric("Largest r.", source=PASSES),
-    "policy/ratio_min": Metric("Smallest r.", source=PASSES),
+    "val/ratio_max": Metric("Largest r.", source=PASSES),
+    "val/ratio_min": Metric("Smallest r.", source=PASSES),
     "reward/advantages_mean": Metric("Mean advantage over tokens.", source=PASSES),
     "reward/advantages_min": Metric("Smallest advantage.", source=PASSES),
     "reward/advantages_max": Metric("Largest advantage.", source=PASSES),
@@ -615,7 +606,6 @@ METRICS: Mapping[str, Metric] = {
 
 
 def metric(name: str) -> Metric | None:
-    """Return the registry entry of a metric, or None if the metric is unknown."""
     if name in METRICS:
         return METRICS[name]
     return next((entry for key, entry in METRICS.items() if fnmatchcase(name, key)), None)
@@ -628,52 +618,76 @@ def meaning(name: str) -> str | None:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and isfinite(value)
 
 
-# Other names of metrics: in open-instruct and in earlier versions of Covey.
+# Names of metrics in run folders of the version before.
 
-RENAMED: Mapping[str, str] = {
-    "val/ratio": "policy/ratio",
-    "val/advantages": "reward/advantages",
-    "val/zero_variance_groups": "rollout/zero_variance_groups",
-    "val/learned_groups": "rollout/trained_groups",
-    "val/rounds": "rollout/rounds",
-    "val/dropped_": "rollout/dropped_",
-    "val/off_policy_dropped": "policy/off_policy_dropped",
-    "val/correction_": "policy/correction_",
-    "val/sequence_lengths": "rollout/lengths",
-    "val/stop_rate": "rollout/stop_rate",
-    "warmup/solutions": "sft/examples",
-    "warmup/": "sft/",
-}
-"""Maps the prefix of a metric name in Covey 0.1 to the current prefix."""
-OPEN_INSTRUCT: Mapping[str, str] = {
+FORMER: Mapping[str, str] = {
+    "objective/success": "objective/verifiable_correct_rate",
+    "rollout/lengths": "val/sequence_lengths",
+    "rollout/lengths_min": "val/sequence_lengths_min",
+    "rollout/lengths_max": "val/sequence_lengths_max",
+    "rollout/lengths_solved": "val/sequence_lengths_solved",
+    "rollout/lengths_unsolved": "val/sequence_lengths_unsolved",
+    "rollout/stop_token_rate": "val/stop_token_rate",
+    "rollout/stop_tokens": "val/num_stop_token_ids",
+    "time/update": "time/training",
+    "policy/ratio": "val/ratio",
+    "policy/ratio_var": "val/ratio_var",
+    "policy/ratio_min": "val/ratio_min",
+    "policy/ratio_max": "val/ratio_max",
+    "policy/ratio_overflow": "val/ratio_overflow",
     "val/format_scores": "objective/parts/format",
     **{entry.open_instruct: name for name, entry in METRICS.items() if entry.open_instruct},
 }
-"""Maps the name of a metric in open-instruct to its name in Covey, if the names differ."""
+"""Maps former and second names of metrics to their names."""
 
 
 def current_name(name: str) -> str:
-    """Return the current name of a metric, given its name in open-instruct or in Covey 0.1.
+    """Return the name of a metric that a file or a user gives under a former or a second name.
 
-    >>> current_name("val/ratio_max"), current_name("objective/entropy")
-    ('policy/ratio_max', 'policy/entropy_avg')
+    >>> current_name("rollout/lengths"), current_name("objective/entropy")
+    ('val/sequence_lengths', 'policy/entropy_avg')
     """
-    if name in OPEN_INSTRUCT:
-        return OPEN_INSTRUCT[name]
-    for old, new in RENAMED.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
+    return FORMER.get(name, name)
 
 
-def with_open_instruct_names(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a step under Covey's names and also under open-instruct's names.
+# Formats the numbers of evaluations: accuracies in percent, rewards as plain numbers.
 
-    >>> with_open_instruct_names({"policy/ratio": 1.0})
-    {'policy/ratio': 1.0, 'val/ratio': 1.0}
+
+def is_reward(name: str) -> bool:
+    """Whether an evaluation metric is a reward or a reward part, and not a rate.
+
+    >>> is_reward("parts/format"), is_reward("pass@4")
+    (True, False)
     """
-    return {**row, **{old: row[name] for old, name in OPEN_INSTRUCT.items() if name in row}}
+    return name == "reward" or name.startswith("parts/")
+
+
+def value_text(name: str, value: float) -> str:
+    """Format a metric's value: a reward as a plain number, a rate or accuracy in percent.
+
+    >>> value_text("greedy", 0.125), value_text("reward", -0.125)
+    ('12.5%', '-0.125')
+    """
+    return f"{value:.3f}" if is_reward(name) else f"{value:.1%}"
+
+
+def change_text(name: str, change: float) -> str:
+    """Format a metric's change: a reward as a plain number, a rate in percentage points.
+
+    >>> change_text("greedy", 0.125), change_text("reward", 0.125)
+    ('+12.5 points', '+0.125')
+    """
+    return f"{change:+.3f}" if is_reward(name) else f"{100 * change:+.1f} points"
+
+
+def estimate_text(name: str, estimate: Mapping[str, float]) -> str:
+    """Return an estimate as text, with its confidence interval unless the interval's length is 0.
+
+    >>> estimate_text("greedy", {"value": 0.0, "low": 0.0, "high": 0.037})
+    '0.0% [0.0%, 3.7%]'
+    """
+    value, low, high = (value_text(name, estimate[key]) for key in ("value", "low", "high"))
+    return value if estimate["low"] == estimate["high"] else f"{value} [{low}, {high}]"

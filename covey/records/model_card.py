@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from covey.escape import printable
-from covey.records.best import Best, best_of
-from covey.records.estimate_text import estimate_text
 from covey.records.folder import RunFolder
+from covey.records.metric_registry import estimate_text
 from covey.records.records import read_text
+from covey.records.watch import Best, best_of
 
 HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """Maps a model's short name in Covey to its name on the Hugging Face Hub."""
@@ -54,6 +54,8 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
     config, environment = tomllib.loads(settings), run.environment()
     base = config.get("model", {}).get("path", exported.source)
     training, tags = _training(config, sft=run.is_sft)
+    task = config.get("task", {})
+    options = [f"- {_line(name)}: {_code(value)}" for name, value in task.items() if name != "name"]
     fence = "`" * max(3, 1 + _longest_ticks(settings))
     parts = [
         _front_matter(base, tags),
@@ -62,7 +64,8 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
         f"{merged}",
         _use(exported, config.get("model", {})),
         _results(run.evaluations(), exported.step, best_of(run)),
-        _data(config.get("task", {})),
+        f"## Data\n\nTask {_code(task.get('name', UNKNOWN))}\n\n"
+        + "\n".join(options or ["- no options"]),
         _made_with(environment),
         f"## Configuration\n\n{fence}toml\n{settings}\n{fence}",
     ]
@@ -83,7 +86,6 @@ _FOLDERS = re.compile(rf"(?<![^\s\"'`=\[(,])(?:~/|/{_PART})(?:{_PART})*(?=[^/\s\
 
 
 def _line(value: object) -> str:
-    """Return a value from the configuration as one line, in which line breaks are escaped."""
     return printable(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -92,7 +94,6 @@ def _title(exported: Exported) -> str:
 
 
 def _code(value: object) -> str:
-    """Return a value from the configuration as Markdown code, which Markdown does not interpret."""
     text = _line(value)
     ticks = "`" * (1 + _longest_ticks(text))
     return f"{ticks} {text} {ticks}" if "`" in text else f"`{text}`"
@@ -103,11 +104,10 @@ def _longest_ticks(text: str) -> int:
 
 
 def _training(config: Mapping[str, Any], *, sft: bool) -> tuple[str, list[str]]:
-    """Return a description of the training run, and the tags of the model card."""
     named = (config.get(part, {}) for part in ("objective", "task", "reward"))
     algorithm, task, reward = (str(section.get("name", UNKNOWN)) for section in named)
     if sft:
-        file = config.get("sft", config.get("warmup", {})).get("file")
+        file = config.get("sft", {}).get("file")
         solutions = (
             f"the completions in {_code(file)}"
             if file
@@ -152,7 +152,6 @@ def _use(exported: Exported, model: Mapping[str, Any]) -> str:
 
 
 def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None, best: Best | None) -> str:
-    """Return a table of the evaluations at the first, best, last and exported step."""
     if not evaluations:
         return "## Results\n\nThe run was not evaluated."
     labelled = [("first", evaluations[0])]
@@ -174,14 +173,6 @@ def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None, best: B
         f"## Results\n\nOn {evaluations[-1]['prompts']} held-out prompts, with 95 % intervals."
         f"{chosen}\n\n" + "\n".join(table)
     )
-
-
-def _data(task: Mapping[str, Any]) -> str:
-    lines = [
-        f"- {_line(option)}: {_code(value)}" for option, value in task.items() if option != "name"
-    ]
-    name = task.get("name", UNKNOWN)
-    return f"## Data\n\nTask {_code(name)}\n\n" + "\n".join(lines or ["- no options"])
 
 
 def _made_with(environment: Mapping[str, Any]) -> str:

@@ -22,7 +22,6 @@ PACKAGES = ("covey", "torch", "transformers", "tokenizers", "safetensors", "nump
 
 
 def describe_environment(seed: int, device: str, threads: int) -> dict[str, Any]:
-    """Return this run's package versions, machine, git state, command and seed."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -62,7 +61,6 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Run git in the working folder; return its output, or None if git fails."""
     try:
         done = subprocess.run(
             ["git", *arguments], capture_output=True, text=True, timeout=10, check=False

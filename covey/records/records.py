@@ -11,13 +11,13 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from covey.errors import RunError, reason
 from covey.types import Episode, Rollout, Segment, Turn, VersionSpan
@@ -79,7 +79,7 @@ class _Rollout(_Row):
 
     prompt_id: str
     prompt: str
-    target: str = Field(validation_alias=AliasChoices("target", "answer"))
+    target: str
     text: str
     reward: Number | None
     success: bool | None
@@ -107,9 +107,9 @@ class _Item(_Row):
 
     prompt_id: str
     prompt: str
-    target: str = Field(validation_alias=AliasChoices("target", "expected"))
-    completion: str = Field(validation_alias=AliasChoices("completion", "answer"))
-    success: bool | None = Field(validation_alias=AliasChoices("success", "right"))
+    target: str
+    completion: str
+    success: bool | None
     reward: Number | None = None
     parts: dict[str, Number] = {}
     tokens: Count
@@ -137,16 +137,7 @@ class _Saved(_Row):
     step: Count
 
 
-class _Digest(_Row):
-    """A line of digests.jsonl."""
-
-    step: Count
-    record: str
-    sha256: str
-
-
 STEP: Shape = TypeAdapter(_Step)
-DIGEST: Shape = TypeAdapter(_Digest)
 EVALUATION: Shape = TypeAdapter(_Evaluation)
 ROLLOUT: Shape = TypeAdapter(_Rollout)
 ITEM: Shape = TypeAdapter(_Item)
@@ -160,14 +151,6 @@ MOST_DATA = 4 << 30
 """Maximum size in bytes of a run's data, such as the rollouts of one step."""
 TAIL = 64 * 1024
 """Number of bytes at the end of a JSON Lines file that Covey reads to find the last line."""
-OLD_ROLLOUT = {"answer": "target"}
-OLD_ITEM = {"expected": "target", "answer": "completion", "right": "success"}
-"""Maps the field names of Covey 0.1 to the current field names."""
-
-
-def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
-    """Return copies of rows, with field names of Covey 0.1 changed to the current names."""
-    return [{names.get(name, name): value for name, value in row.items()} for row in rows]
 
 
 def unsaid(text: str) -> None:
@@ -253,7 +236,6 @@ def parse_line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
 
 
 def _checked(raw: bytes, shape: Shape) -> Row:
-    """Parse a JSON object and validate its fields; raise ValueError if it is invalid."""
     try:
         # NaN and Infinity are not valid JSON, so they are read as null.
         row: Row = json.loads(raw.decode("utf-8"), parse_constant=lambda name: None)

@@ -89,7 +89,6 @@ class SamplePage:
         return "\n".join(lines) + "\n"
 
     def save(self, folder: Path) -> None:
-        """Write the unfinished sample page into a checkpoint."""
         if self.first:
             (folder / FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 

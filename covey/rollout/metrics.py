@@ -34,7 +34,7 @@ def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[
         "objective/scores": float(rewards.mean()),
         "objective/reward_std": float(rewards.std()),
         "objective/group_std": _mean([_deviation(group) for group in collected.groups]),
-        "objective/success": _mean([float(bool(r.success)) for r in scored]),
+        "objective/verifiable_correct_rate": _mean([float(bool(r.success)) for r in scored]),
         "objective/unscored": len(rollouts) - len(scored),
         **_signal_metrics(collected.groups),
         "rollout/stop_rate": _mean([float(r.finish not in TRUNCATED) for r in rollouts]),
@@ -48,8 +48,8 @@ def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[
         **metrics,
         **_length_metrics(rollouts),
         **_episode_metrics(rollouts),
-        "rollout/stop_token_rate": _mean([float(count > 0) for count in stops]),
-        "rollout/stop_tokens": sum(stops),
+        "val/stop_token_rate": _mean([float(count > 0) for count in stops]),
+        "val/num_stop_token_ids": sum(stops),
         **answer_metrics(collected.groups),
     }
 
@@ -114,14 +114,14 @@ def overlap_metrics(
 def _length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     lengths = [r.sampled for r in rollouts]
     metrics = {
-        "rollout/lengths": _mean(lengths),
-        "rollout/lengths_min": min(lengths),
-        "rollout/lengths_max": max(lengths),
+        "val/sequence_lengths": _mean(lengths),
+        "val/sequence_lengths_min": min(lengths),
+        "val/sequence_lengths_max": max(lengths),
     }
     for name, success in (("solved", True), ("unsolved", False)):
         some = [r.sampled for r in rollouts if r.success is success]
         if some:
-            metrics[f"rollout/lengths_{name}"] = _mean(some)
+            metrics[f"val/sequence_lengths_{name}"] = _mean(some)
     return metrics
 
 

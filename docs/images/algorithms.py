@@ -13,7 +13,10 @@ from covey.lab.report import sheet
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent.parent / "benchmarks/results/every_algorithm.json"
-TITLES = {"objective/success": "Correct completions", "policy/entropy_avg": "Entropy"}
+TITLES = {
+    "objective/verifiable_correct_rate": "Correct completions",
+    "policy/entropy_avg": "Entropy",
+}
 
 
 def main() -> None:

@@ -40,8 +40,7 @@ def main(folder: Path) -> None:
                     page.picture(HERE / name)
     finally:
         page.close()
-        server.shutdown()
-        site.close()
+        server.stop()
 
 
 def show(page: Browser, url: str, runs: list[str], view: str) -> None:

@@ -65,63 +65,16 @@ amount = 1000
 review_every = 1
 review_answers = 5
 """
-STEP_0_1 = {"step": 1, "objective/scores": 0.5, "val/sequence_lengths": 6.0, "val/ratio_max": 1.5,
-            "val/learned_groups": 1, "reward_id": "think_answer@1"}  # fmt: skip
-ESTIMATE = {"value": 0.25, "low": 0.1, "high": 0.5}
-EVALUATION_0_1 = {"step": 0, "prompts": 1, "greedy": ESTIMATE, "parts": {}, "mean_tokens": 6.5}
-ITEM_0_1 = {"prompt_id": "p", "prompt": "1+1?", "expected": "2", "right": True, "reward": 1.0,
-            "tokens": 3, "finish": "stop", "answer": "it is 2", "samples": [], "info": {}}  # fmt: skip
-ROLLOUT_0_1 = {"prompt": "1+1?", "answer": "2", "text": "it is 2", "reward": 0.5, "success": True,
-               "parts": {}, "advantage": 0.25, "finish": "stop", "prompt_id": "p"}  # fmt: skip
 
 
 @pytest.fixture
 def of_0_1(tmp_path: Path) -> Path:
-    """Write the folder of a run as version 0.1 left it."""
+    """Write the settings of a run as version 0.1 left them."""
     path = tmp_path / "runs/old-1"
-    for folder in ("checkpoints/000001", "evaluations", "rollouts", "review"):
-        (path / folder).mkdir(parents=True)
+    path.mkdir(parents=True)
     (path / "config.toml").write_text(CONFIG_0_1)
     (path / "environment.json").write_text('{"threads": 2, "command": ["covey", "train"]}')
-    (path / "review/000001.md").write_text("# Answers of step 1")
-    for name, row in (
-        ("steps.jsonl", STEP_0_1), ("eval.jsonl", EVALUATION_0_1),
-        ("evaluations/000000.jsonl", ITEM_0_1), ("rollouts/000001.jsonl", ROLLOUT_0_1),
-    ):  # fmt: skip
-        (path / name).write_text(json.dumps(row) + "\n")
     return path
-
-
-def test_runs_of_0_1_are_listed_and_shown(of_0_1: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["runs", str(of_0_1.parent), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == [
-        {"run": str(of_0_1), "started": "-", "model": "-", "state": "stopped",
-         "steps": 1, "reward": 0.5, "greedy_before": 0.25, "greedy_now": 0.25,
-         "checkpoint": 1}
-    ]  # fmt: skip
-    assert run(["runs", str(of_0_1)]) == 0
-    assert "25.0%" in capsys.readouterr().out
-    assert run(["runs", str(of_0_1), "--step", "1"]) == 0
-    captured = capsys.readouterr()
-    assert "1+1?   (target: 2)\n  reward 0.50  advantage +0.25  it is 2" in captured.out
-    assert captured.err == ""
-
-
-def test_records_of_0_1_are_read_under_the_names_of_today(of_0_1: Path) -> None:
-    folder = RunFolder.open(of_0_1)
-    (step,) = folder.steps()
-    assert (step["rollout/lengths"], step["policy/ratio_max"], step["rollout/trained_groups"]) == (
-        6.0, 1.5, 1,
-    )  # fmt: skip
-    (item,) = folder.items(0)
-    assert (item["target"], item["completion"], item["success"]) == ("2", "it is 2", True)
-    assert not {"expected", "answer", "right"} & item.keys()
-    new = {**{k: v for k, v in ITEM_0_1.items() if k not in ("expected", "answer", "right")},
-           "target": "2", "completion": "it is 2", "success": True}  # fmt: skip
-    (of_0_1 / "evaluations/000002.jsonl").write_text(json.dumps(new) + "\n")
-    assert folder.items(2) == [item]
-    (rollout,) = folder.rollouts(1)
-    assert (rollout["target"], "answer" in rollout) == ("2", False)
 
 
 def test_the_settings_of_a_run_of_0_1_are_translated(of_0_1: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run is verified against its own records; what was lost, repeated or changed is named."""
+"""Checkpoints are verified: damage is named, and the newest follows from its rollouts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from covey.cli.main import run as covey
 from covey.lab.explain.recorded import recomputed
-from covey.lab.verify.chain import chain_checks
-from covey.records.digests import write_digests
+from covey.lab.verify import checkpoint_checks
+from covey.records.files import write_digests
 from covey.records.folder import RunFolder
 
 SETTINGS = ("model.device=cpu", "train.steps=4", "save.every=2", "evaluate.every=0",
@@ -37,8 +37,7 @@ def test_a_run_and_its_longer_self_pass(
     assert covey(["runs", "verify", str(run), "--recompute", "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert [check["name"] for check in checks] == [
-        "steps", "rollouts", "data", "reward", "config", "digests", "checkpoints",
-        "recomputed step",
+        "checkpoint 2", "checkpoint 4", "recomputed step",
     ]  # fmt: skip
     assert all(check["passed"] for check in checks)
     assert "step 4 from step 2" in checks[-1]["figure"]
@@ -48,51 +47,6 @@ def test_a_run_and_its_longer_self_pass(
     assert covey(["runs", "verify", str(run)]) == 0
 
 
-def _drop_step(run: Path) -> None:
-    lines = (run / "steps.jsonl").read_text().splitlines(keepends=True)
-    (run / "steps.jsonl").write_text("".join(lines[:1] + lines[2:]))
-
-
-def _repeat_step(run: Path) -> None:
-    lines = (run / "steps.jsonl").read_text().splitlines(keepends=True)
-    (run / "steps.jsonl").write_text("".join([*lines[:2], *lines[1:]]))
-
-
-def _lose_rollout(run: Path) -> None:
-    file = run / "rollouts/000003.jsonl"
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
-
-
-def _other_prompt(run: Path) -> None:
-    file = run / "rollouts/000002.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row in rows[:4]:
-        row["prompt"] = "What is 2 + 2?"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _other_text(run: Path) -> None:
-    """One letter of a completion; all counts and means stay the same."""
-    file = run / "rollouts/000002.jsonl"
-    file.write_text(file.read_text().replace("<think>", "<thank>", 1))
-
-
-def _no_json(run: Path) -> None:
-    file = run / "rollouts/000003.jsonl"
-    file.write_bytes(b"\xff" + file.read_bytes()[1:])
-
-
-def _other_reward(run: Path) -> None:
-    text = (run / "steps.jsonl").read_text().splitlines(keepends=True)
-    text[3] = text[3].replace('"think_answer@', '"mine@')
-    (run / "steps.jsonl").write_text("".join(text))
-
-
-def _edit_config(run: Path) -> None:
-    file = run / "config.toml"
-    file.write_text(file.read_text().replace("temperature = 1.0", "temperature = 0.5", 1))
-
-
 def _damage_checkpoint(run: Path) -> None:
     file = run / "checkpoints/000004/model.safetensors"
     data = bytearray(file.read_bytes())
@@ -100,27 +54,21 @@ def _damage_checkpoint(run: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        (_drop_step, {"steps", "rollouts", "checkpoints", "digests"}),
-        (_repeat_step, {"steps", "rollouts", "digests"}),
-        (_lose_rollout, {"rollouts", "digests"}),
-        (_other_prompt, {"data", "digests"}),
-        (_other_reward, {"reward", "rollouts", "digests"}),
-        (_other_text, {"digests"}),
-        (_no_json, {"rollouts", "data", "digests"}),
-        (_edit_config, {"config"}),
-        (_damage_checkpoint, {"checkpoints"}),
-    ],
-)
-def test_each_change_is_named(
-    whole: Path, tmp_path: Path, change: Callable[[Path], None], names: set[str]
+def _damage_state(run: Path) -> None:
+    file = run / "checkpoints/000004/covey.json"
+    file.write_text(file.read_text()[:-20])
+    (run / "checkpoints/000004/SHA256SUMS").unlink()
+
+
+@pytest.mark.parametrize("change", [_damage_checkpoint, _damage_state])
+def test_a_damaged_checkpoint_is_named(
+    whole: Path, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     run = shutil.copytree(whole, tmp_path / "run")
     change(run)
-    found = {result.name for result in chain_checks(RunFolder(run)) if result.passed is False}
-    assert found == names
+    results = {result.name: result.passed for result in checkpoint_checks(RunFolder(run))}
+    assert results == {"checkpoint 2": True, "checkpoint 4": False}
+    assert covey(["runs", "verify", str(run)]) == 1
 
 
 @pytest.mark.parametrize(("step", "passed"), [(2, True), (3, None), (4, None)])

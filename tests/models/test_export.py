@@ -24,10 +24,10 @@ from covey.models.chat import Template
 from covey.models.export import export_model
 from covey.models.load_model import load_language_model, wrap
 from covey.policy.policy import load_model
-from covey.records.best import best_of
 from covey.records.folder import RunFolder
 from covey.records.model_card import Exported, model_card
 from covey.records.trackers.console import ConsoleTracker
+from covey.records.watch import best_of
 from covey.rollout.episode import EncodedPrompt
 from covey.tasks.arithmetic import Arithmetic
 from covey.types import Prompt

@@ -35,6 +35,12 @@ def test_the_digest_is_of_code_that_can_change_numbers(
     assert (code_digest(tmp_path) != before) == counts
 
 
+def test_named_files_and_folders_exist() -> None:
+    """A file that was moved would silently count no longer, or start to count."""
+    for name in (*provenance.WITHOUT_EFFECT, *provenance.WITH_EFFECT):
+        assert (provenance.PACKAGE / name).exists(), name
+
+
 def test_the_digest_is_of_the_versions_that_compute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ SETTINGS = (
     "evaluate.every=3", "evaluate.prompts=2", "rollout.prompts_per_step=2", "rollout.group_size=2",
     "rollout.max_tokens=6", "save.samples_every=3",
 )  # fmt: skip
-RECORDS = ("steps.jsonl", "eval.jsonl", "digests.jsonl", "checkpoints.jsonl")
+RECORDS = ("steps.jsonl", "eval.jsonl", "checkpoints.jsonl")
 NEWEST = "checkpoints/000003"
 ANSWERS = ("rollouts/", "evaluations/", "outcome.json")
 GARBAGE = bytes(range(128, 256)) * 8

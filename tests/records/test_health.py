@@ -35,19 +35,19 @@ def healthy_rows(seed: int = 0, steps: int = 60) -> Iterator[Row]:
         yield {
             "step": step,
             "objective/scores": success + 0.1,
-            "objective/success": success,
+            "objective/verifiable_correct_rate": success,
             "objective/parts/correct": success,
             "objective/parts/format": 0.9 + draw.gauss(0, 0.01),
             "objective/kl": 5 * done + abs(draw.gauss(0, 0.1)),
             "policy/clipfrac_avg": 0.15 + draw.gauss(0, 0.02),
-            "policy/ratio": 1 + draw.gauss(0, 0.005),
+            "val/ratio": 1 + draw.gauss(0, 0.005),
             "policy/entropy_avg": 0.8 * (1 - 0.7 * done) + draw.gauss(0, 0.01),
             "policy/approxkl_avg": 0.01,
             "loss/policy_avg": draw.gauss(0, 0.01),
             "optim/grad_norm": 1 + draw.random(),
             "optim/skipped": 0,
             "rollout/zero_variance_groups": 0.3 + draw.gauss(0, 0.05),
-            "rollout/lengths": 100 + 40 * done + draw.gauss(0, 5),
+            "val/sequence_lengths": 100 + 40 * done + draw.gauss(0, 5),
             "rollout/stop_rate": 0.98,
             "rollout/repetition": 0.05 + abs(draw.gauss(0, 0.01)),
             "rollout/distinct_answers": 40,
@@ -59,7 +59,7 @@ def healthy_rows(seed: int = 0, steps: int = 60) -> Iterator[Row]:
             "time/total": 4 + draw.random(),
             "time/rollout": 2.0,
             "time/score": 0.1,
-            "time/update": 2.0,
+            "time/training": 2.0,
         }
 
 
@@ -68,7 +68,7 @@ BREAKS: dict[str, Break] = {
     "nan": lambda row, n: {"loss/policy_avg": None},
     "collapse": lambda row, n: {
         "rollout/top_answer_share": 0.996, "rollout/effective_answers": 1.03,
-        "rollout/best_constant": 0.375, "objective/success": 0.375, "rollout/effective_targets": 4,
+        "rollout/best_constant": 0.375, "objective/verifiable_correct_rate": 0.375, "rollout/effective_targets": 4,
     },
     "few_answers": lambda row, n: {
         "rollout/effective_answers": 2.6, "rollout/top_answer_share": 0.5,
@@ -77,30 +77,30 @@ BREAKS: dict[str, Break] = {
     "kl_high": lambda row, n: {"objective/kl": 10.0 + 3 * n},
     "clip_fraction": lambda row, n: {"policy/clipfrac_avg": 0.6},
     "large_updates": lambda row, n: {"policy/approxkl_avg": 0.3},
-    "ratio_drift": lambda row, n: {"policy/ratio": 1.05 + 0.02 * n},
+    "ratio_drift": lambda row, n: {"val/ratio": 1.05 + 0.02 * n},
     "reward_falls": lambda row, n: {
         name: row[name] * max(0.0, 1 - 0.12 * n)
-        for name in ("objective/scores", "objective/success", "objective/parts/correct")
+        for name in ("objective/scores", "objective/verifiable_correct_rate", "objective/parts/correct")
     },
     "entropy_collapse": lambda row, n: {
-        "policy/entropy_avg": 0.4 * 0.6**n, "objective/success": 0.4, "objective/scores": 0.5,
+        "policy/entropy_avg": 0.4 * 0.6**n, "objective/verifiable_correct_rate": 0.4, "objective/scores": 0.5,
         "objective/parts/correct": 0.4,
     },
     "parts_against": lambda row, n: {
         "objective/scores": row["objective/scores"] + 0.1 * n,
         "objective/parts/format": 0.9 + 0.2 * n,
         "objective/parts/correct": max(0.0, row["objective/parts/correct"] - 0.06 * n),
-        "objective/success": max(0.0, row["objective/success"] - 0.06 * n),
+        "objective/verifiable_correct_rate": max(0.0, row["objective/verifiable_correct_rate"] - 0.06 * n),
     },
     "length_explosion": lambda row, n: {
-        "rollout/lengths": 120 * 1.2**n, "objective/success": 0.5, "objective/scores": 0.6,
+        "val/sequence_lengths": 120 * 1.2**n, "objective/verifiable_correct_rate": 0.5, "objective/scores": 0.6,
     },
     "repetition": lambda row, n: {"rollout/repetition": 0.7},
     "no_signal": lambda row, n: {"rollout/zero_variance_groups": 1.0},
     "reward_flat": lambda row, n: {"objective/scores": 0.1},
     "mismatch": lambda row, n: {"debug/sampler_k3": 0.02},
     "stalled": lambda row, n: {"time/total": 60.0, "time/score": 56.0},
-    "learned": lambda row, n: {"rollout/zero_variance_groups": 0.97, "objective/success": 0.98},
+    "learned": lambda row, n: {"rollout/zero_variance_groups": 0.97, "objective/verifiable_correct_rate": 0.98},
 }  # fmt: skip
 SETTINGS = tomllib.loads(to_toml(resolve(load_config("arithmetic", ["objective.beta=0.01"]))))
 
@@ -127,7 +127,7 @@ def test_each_problem_is_found_within_ten_steps(name: str, seed: int) -> None:
 
 def test_a_format_that_is_learned_without_correct_answers_is_found() -> None:
     rows = [
-        {"step": n, "objective/scores": 0.1 * min(1, n / 10), "objective/success": 0.02,
+        {"step": n, "objective/scores": 0.1 * min(1, n / 10), "objective/verifiable_correct_rate": 0.02,
          "objective/parts/format": min(1.0, n / 10)}
         for n in range(1, 21)
     ]  # fmt: skip
@@ -137,7 +137,11 @@ def test_a_format_that_is_learned_without_correct_answers_is_found() -> None:
 
 
 def test_completions_cut_off_from_the_start_are_named_before_their_consequences() -> None:
-    cut = {"rollout/stop_rate": 0.02, "objective/scores": 0.0, "objective/success": 0.0}
+    cut = {
+        "rollout/stop_rate": 0.02,
+        "objective/scores": 0.0,
+        "objective/verifiable_correct_rate": 0.0,
+    }
     cut |= {"objective/parts/correct": 0.0, "rollout/repetition": 0.8}
     found = timeline(({**row, **cut} for row in healthy_rows(steps=20)), SETTINGS)
     by_name = {finding.name: finding for finding in found}
@@ -204,7 +208,12 @@ HACKED = (
 
 
 def test_a_reward_that_is_hacked_at_once_is_named_before_its_consequences() -> None:
-    names = ("objective/scores", "objective/success", "rollout/lengths", "rollout/stop_rate")
+    names = (
+        "objective/scores",
+        "objective/verifiable_correct_rate",
+        "val/sequence_lengths",
+        "rollout/stop_rate",
+    )
     rows = [
         {"step": step, **dict(zip(names, values, strict=True))}
         for step, values in enumerate(HACKED, start=1)
@@ -257,7 +266,7 @@ def test_a_run_that_never_had_a_signal_is_named_after_three_steps(
     run = RunFolder.create(tmp_path / "run", to_toml(load_config("arithmetic")), {})
     for n, share in enumerate(flat, start=1):
         run.log_step(
-            {"step": n, "objective/scores": success, "objective/success": success,
+            {"step": n, "objective/scores": success, "objective/verifiable_correct_rate": success,
              "rollout/zero_variance_groups": share, "optim/grad_norm": 0.0}
         )  # fmt: skip
     assert [finding.name for finding in timeline(run.steps(), SETTINGS)] == found

@@ -1,4 +1,4 @@
-"""The metrics of a recorded step, against their definitions, under open-instruct's names too."""
+"""The metrics of a recorded step, against their definitions, under open-instruct's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from covey.cli.main import run as covey
-from covey.records.metric_registry import METRICS, OPEN_INSTRUCT, current_name, metric
+from covey.records.folder import RunFolder
+from covey.records.metric_registry import FORMER, METRICS, current_name, metric
 
 OPEN_INSTRUCT_PAGE = (
     "episode", "lr", "epoch", "objective/kl", "objective/scores", "objective/rlhf_reward",
@@ -52,14 +53,30 @@ def test_the_page_has_28_names_and_each_is_a_metric() -> None:
 
 def test_a_step_is_logged_under_every_name_of_the_page(run: Path) -> None:
     for row in lines(run / "steps.jsonl"):
-        assert [name for name in OPEN_INSTRUCT_PAGE if not math.isfinite(row[name])] == []
+        found = [row[current_name(name)] for name in OPEN_INSTRUCT_PAGE]
+        assert all(math.isfinite(value) for value in found)
+        assert set(OPEN_INSTRUCT_PAGE) - set(row) == {
+            "objective/scores_mean", "objective/entropy", "objective/loss", "val/format_scores",
+        }  # fmt: skip
 
 
-def test_another_name_is_the_same_number(run: Path) -> None:
+def test_no_number_is_logged_twice(run: Path) -> None:
     for row in lines(run / "steps.jsonl"):
-        assert {old: row[old] for old in OPEN_INSTRUCT} == {
-            old: row[name] for old, name in OPEN_INSTRUCT.items()
-        }
+        assert set(FORMER) & set(row) == set()
+
+
+def test_a_run_folder_with_former_names_is_read_under_the_names_of_today(tmp_path: Path) -> None:
+    row = {
+        "step": 1,
+        "objective/success": 0.5,
+        "objective/verifiable_correct_rate": 0.5,
+        "policy/ratio": 1.0,
+    }
+    folder = RunFolder.create(tmp_path / "run", "", {})
+    folder.log_step(row)
+    assert folder.steps() == [
+        {"step": 1, "objective/verifiable_correct_rate": 0.5, "val/ratio": 1.0}
+    ]
 
 
 def test_values_follow_their_definitions(run: Path) -> None:
@@ -72,7 +89,7 @@ def test_values_follow_their_definitions(run: Path) -> None:
     expected = {
         "episode": 2 * PROMPTS * GROUP,
         "epoch": 2 * PROMPTS / 50,
-        "objective/scores_mean": fmean(rewards),
+        "objective/scores": fmean(rewards),
         "objective/reward_std": pstdev(rewards),
         "objective/group_std": fmean(stdev(group) for group in groups),
         "objective/verifiable_correct_rate": fmean(r["success"] for r in rollouts),
@@ -81,7 +98,7 @@ def test_values_follow_their_definitions(run: Path) -> None:
         "val/sequence_lengths": fmean(len(r["tokens"]) for r in rollouts),
         "val/num_stop_token_ids": sum(stops),
         "val/stop_token_rate": fmean(count > 0 for count in stops),
-        "val/format_scores": fmean(r["parts"]["format"] for r in rollouts),
+        "objective/parts/format": fmean(r["parts"]["format"] for r in rollouts),
         "other/real_batch_size_ratio": fmean(differ),
         "rollout/zero_variance_groups": 1 - fmean(differ),
         "time/from_scratch": first["time/total"] + row["time/total"],
@@ -113,6 +130,6 @@ def test_every_alias_belongs_to_one_metric_and_is_no_other_metric() -> None:
         name for entry in METRICS.values() for name in (entry.open_instruct, entry.trl) if name
     ]
     assert len(others) == len(set(others))
-    assert set(OPEN_INSTRUCT) & set(METRICS) == set()
+    assert set(FORMER) & set(METRICS) == set()
     assert METRICS["rollout/zero_variance_groups"].trl == "frac_reward_zero_std"
-    assert [name for name in OPEN_INSTRUCT.values() if metric(name) is None] == []
+    assert [name for name in FORMER.values() if metric(name) is None] == []

@@ -18,7 +18,7 @@ from covey.records.trackers import JsonlTracker, Tracker, Trackers
 from covey.records.trackers.console import ConsoleTracker, LiveTracker, console_tracker
 
 METRICS = {
-    "step": 1, "objective/scores": 0.5, "objective/success": 0.25, "rollout/lengths": 12.0,
+    "step": 1, "objective/scores": 0.5, "objective/verifiable_correct_rate": 0.25, "val/sequence_lengths": 12.0,
     "time/tokens_per_second": 1000.0,
 }  # fmt: skip
 

@@ -56,14 +56,12 @@ def settings_toml(settings: Mapping[str, Any]) -> str:
 
 # Metrics: present name -> fixed name, where they differ.
 METRICS: Mapping[str, str] = {
+    "objective/verifiable_correct_rate": "objective/success",
+    "val/ratio_overflow": "policy/ratio_overflow",
     "sft/epoch": "warmup/epoch",
     "sft/examples": "warmup/solutions",
     "sft/left_out": "warmup/left_out",
     "sft/tokens": "warmup/tokens",
-    "policy/ratio": "val/ratio",
-    "policy/ratio_var": "val/ratio_var",
-    "policy/ratio_max": "val/ratio_max",
-    "policy/ratio_min": "val/ratio_min",
     "reward/advantages_mean": "val/advantages_mean",
     "reward/advantages_min": "val/advantages_min",
     "reward/advantages_max": "val/advantages_max",
@@ -78,14 +76,7 @@ METRICS: Mapping[str, str] = {
     "policy/correction_mean": "val/correction_mean",
     "policy/correction_dropped": "val/correction_dropped",
     "policy/correction_ess": "val/correction_ess",
-    "rollout/lengths": "val/sequence_lengths",
-    "rollout/lengths_min": "val/sequence_lengths_min",
-    "rollout/lengths_max": "val/sequence_lengths_max",
-    "rollout/lengths_solved": "val/sequence_lengths_solved",
-    "rollout/lengths_unsolved": "val/sequence_lengths_unsolved",
     "rollout/stop_rate": "val/stop_rate",
-    "rollout/stop_token_rate": "val/stop_token_rate",
-    "rollout/stop_tokens": "val/num_stop_token_ids",
 }
 # Metrics that say when, how fast and by which source a step was done.
 UNRECORDED_METRICS = ("time/", "reward_id")

@@ -274,7 +274,7 @@ def test_algorithms_for_stale_rollouts_train_on_stale_rollouts(name: str, tmp_pa
     parts = parts_of(f"objective.name={name}", "overlap.staleness=1", "evaluate.every=0")
     folder = trained(parts, tmp_path / "run", notes)
     assert any("ratio to the engine's log-probs corrects" in note for note in notes.notes)
-    ratios = [row["policy/ratio_var"] for row in folder.steps()]
+    ratios = [row["val/ratio_var"] for row in folder.steps()]
     assert ratios[0] < 1e-9
     assert ratios[1] > 1e-6
 
@@ -300,7 +300,7 @@ def test_without_a_correction_the_ratio_is_to_the_engines_log_probs(tmp_path: Pa
     parts = parts_of("overlap.staleness=1", "evaluate.every=0", "objective.correction=none")
     folder = trained(parts, tmp_path / "run", notes)
     assert any("ratio to the engine's log-probs corrects" in note for note in notes.notes)
-    ratios = [row["policy/ratio_var"] for row in folder.steps()]
+    ratios = [row["val/ratio_var"] for row in folder.steps()]
     assert ratios[0] < 1e-9  # this step is generated with the weights that it starts from
     assert ratios[1] > 1e-6
 

@@ -103,7 +103,7 @@ def test_a_run_spends_its_tokens_and_evaluates_in_between(
     tokens = [0, *(row["tokens"] for row in steps)]
     assert tokens[-2] < 1500 <= tokens[-1]
     assert [row["updates"] for row in steps] == list(range(1, len(steps) + 1))
-    lengths = [16 * row["rollout/lengths"] for row in steps]
+    lengths = [16 * row["val/sequence_lengths"] for row in steps]
     assert tokens[1:] == pytest.approx([sum(lengths[: n + 1]) for n in range(len(lengths))])
     # The linear schedule stands where the tokens before the step say.
     rates = [1e-4 * (1 - spent / 1500) for spent in tokens[:-1]]

@@ -96,7 +96,7 @@ def waits_of_an_update(monkeypatch: pytest.MonkeyPatch, mini_batches: int) -> Co
     batch = with_advantage(objective, prepare(learner, batch))
     OnDevice.waits.clear()
     metrics = optimize(learner, batch, step=1)
-    assert metrics["policy/ratio"] > 0
+    assert metrics["val/ratio"] > 0
     return Counter(OnDevice.waits)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from covey.cli.main import run as covey
 from covey.policy import checkpoint
-from covey.records import digests, files, folder
+from covey.records import files, folder
 from tests.processes import forked, wait_until
 
 SETTINGS = (
@@ -107,7 +107,7 @@ def dies_at_write(number: int, work: Callable[[], int]) -> Callable[[], int]:
         folder.append_line = fatal(folder.append_line)
         folder.write_text = fatal(folder.write_text)
         checkpoint.save_file = fatal(checkpoint.save_file)
-        files.sync = digests.sync = fatal(files.sync)
+        files.sync = fatal(files.sync)
         return work()
 
     return dying

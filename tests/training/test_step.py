@@ -247,9 +247,9 @@ def test_rows_that_are_skipped_leave_no_ratios_behind() -> None:
     )  # fmt: skip
     batch = prepare(still, with_advantage(objective, batch))
     metrics = optimize(still, batch, step=1)
-    assert metrics["policy/ratio_min"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["val/ratio_min"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["policy/approxkl_avg"] == pytest.approx(0.0, abs=1e-9)
     flat = with_advantage(objective, replace(batch, rewards=torch.ones(8).double()))
     nothing = optimize(still, flat, step=1)
     assert nothing["loss/policy_avg"] == nothing["optim/grad_norm"] == 0.0
-    assert "policy/ratio" not in nothing
+    assert "val/ratio" not in nothing

@@ -28,7 +28,7 @@ from covey.lab.plan.task_facts import task_facts
 from covey.lab.rewards.checks import Lab, examine
 from covey.loop import train
 from covey.models.gguf import find_gguf, import_gguf
-from covey.records.digests import DIGESTS_FILE
+from covey.records.files import DIGESTS_FILE
 from covey.records.folder import RunFolder
 from covey.records.provenance import describe_environment
 from covey.records.trackers import Tracker

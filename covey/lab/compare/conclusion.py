@@ -15,7 +15,7 @@ from covey.lab.compare import statistics
 from covey.lab.compare.arm_results import AXES, UNREADABLE, ArmResult, arm_results
 from covey.lab.compare.comparison import Comparison, Metric, RunResult
 from covey.lab.compare.statistics import FEW_SEEDS, LEVEL, MOST_SEEDS, Array
-from covey.records.estimate_text import value_text
+from covey.records.metric_registry import value_text
 
 # Results of every pair of arms: the better algorithm, and the better final checkpoints.
 

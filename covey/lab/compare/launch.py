@@ -55,9 +55,9 @@ from covey.lab.compare.tables import NO_OPTION, finding_title
 from covey.loop import train
 from covey.notices import notice
 from covey.policy.policy import load_model
-from covey.records.estimate_text import value_text
 from covey.records.files import write_text
 from covey.records.folder import RunFolder
+from covey.records.metric_registry import value_text
 from covey.records.provenance import code_digest, describe_environment
 from covey.records.records import last_row
 from covey.records.trackers import Tracker

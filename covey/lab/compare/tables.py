@@ -10,7 +10,7 @@ from covey.lab.compare.arm_results import AXES, Agreement, ArmResult, Curve, Tim
 from covey.lab.compare.comparison import Comparison, Metric, RunResult
 from covey.lab.compare.conclusion import TESTS, Conclusion, points
 from covey.lab.page import TextTable, Trend
-from covey.records.estimate_text import value_text
+from covey.records.metric_registry import value_text
 
 EMPTY = "-"
 NO_OPTION = "(no such option)"

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import RunError
-from covey.records.best import measured
 from covey.records.folder import RunFolder, limit_of, settings_of
 from covey.records.metric_registry import current_name
 from covey.records.records import ENVIRONMENT, last_row, read_object
+from covey.records.watch import measured
 
 DEPTH = 4
 """The maximum number of folder levels to search. The run folder comparisons/NAME/runs/ARM/seed-0 is
@@ -59,7 +59,6 @@ def find(roots: Sequence[Path]) -> dict[str, Place]:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return "run" or "comparison", or None if the folder is neither a run nor a comparison."""
     if (path / COMPARISON).is_file():
         return "comparison"
     return "run" if any((path / name).exists() for name in SIGNS) else None
@@ -116,7 +115,6 @@ def _text(value: Any) -> str | None:
 
 
 def _comparison_of(place: Place) -> str | None:
-    """Return "COMPARISON/ARM" for a run of a comparison, and None for any other run."""
     parts = place.path.parts
     inside = len(parts) > 4 and parts[-3] == "runs" and parts[-1].startswith("seed-")
     return f"{parts[-4]}/{parts[-2]}" if inside else None
@@ -167,7 +165,6 @@ def _evaluations(path: str, stamp: str) -> tuple[list[dict[str, Any]], list[str]
 
 
 def problems(place: Place) -> list[str]:
-    """Return a message for each file of a run that is missing or cannot be read."""
     found = []
     run = RunFolder(place.path)
     if not run.config_file.is_file():

@@ -34,7 +34,6 @@ class ProcessError(CoveyError):
 
 
 def covey_json(*arguments: str) -> Any:
-    """Run a covey command with --json, and return the parsed JSON output."""
     command = [*PYTHON, "covey", *arguments, "--json"]
     try:
         done = subprocess.run(

@@ -8,20 +8,23 @@ therefore checks the Host header, and requires a custom header in every POST req
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import ipaddress
 import secrets
 import socket
-import sys
-import threading
 from collections.abc import Callable, Mapping
-from http.cookies import CookieError, SimpleCookie
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
+import uvicorn
 from pydantic_core import to_json
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from covey.errors import CoveyError
 from covey.escape import printable_data
@@ -63,21 +66,99 @@ GET: Mapping[str, Callable[[Site, Query], Any]] = {
 POST: Mapping[str, Callable[[Site, Query], Any]] = {"/api/explain": group_views.start_explain}
 
 
-class Server(ThreadingHTTPServer):
-    """The HTTP server, which has an access token and checks host names."""
+class Connection(H11Protocol):
+    """An HTTP connection, which makes room for others until it has shown the token."""
 
-    daemon_threads = True
-    request_queue_size = CONNECTIONS
+    opened: dict[Connection, bool]
+    """The open connections, oldest first, and whether each has sent a request that is welcome."""
+    timer: asyncio.TimerHandle | None = None
+    unsent = 0
+
+    def __init__(
+        self, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None
+    ) -> None:
+        super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.opened[self] = False
+        self._wait()
+        if len(self.opened) > CONNECTIONS:
+            # Whoever has not shown the token yet makes room, so that idle strangers block nobody.
+            oldest = next(each for each, welcome in self.opened.items() if not welcome)
+            del self.opened[oldest]
+            oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.opened.pop(self, None)
+        if self.timer is not None:
+            self.timer.cancel()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = self.loop.call_later(SECONDS, self._idle)
+
+    def _idle(self) -> None:
+        before, self.unsent = self.unsent, self.transport.get_write_buffer_size()
+        if self.unsent and self.unsent == before:
+            self.transport.abort()
+        elif self.unsent or (self.cycle is not None and not self.cycle.response_complete):
+            self._wait()
+        else:
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """The HTTP server, which listens from the start, has an access token and checks host names."""
 
     def __init__(self, host: str, port: int, site: Site) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), Handler)
         self.site, self.host = site, host
         self.token = "" if is_loopback(host) else secrets.token_urlsafe(24)
-        self.room = threading.BoundedSemaphore(CONNECTIONS)
-        self.lock = threading.Lock()
-        self.unproven: dict[Any, None] = {}
-        """The connections, oldest first, that have sent no request that is welcome."""
+        self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.socket.bind((host, port))
+            self.socket.listen(CONNECTIONS)
+        except OSError:
+            self.socket.close()
+            raise
+        self.port: int = self.socket.getsockname()[1]
+        config = uvicorn.Config(
+            application(self),
+            http=type("Connection", (Connection,), {"opened": {}}),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",  # not of malformed requests
+            access_log=False,  # the page sends a request every second
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=int(SECONDS),
+            timeout_graceful_shutdown=1,
+        )
+        super().__init__(config)
+
+    def serve_forever(self) -> None:
+        """Serve until `stop` is called, or raise KeyboardInterrupt at Ctrl-C; close the site."""
+        try:
+            self.run(sockets=[self.socket])
+        finally:
+            self.socket.close()
+            self.site.close()
+
+    def stop(self) -> None:
+        """Let `serve_forever`, which runs in another thread, return."""
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.site.close()  # a request may wait for a process of the site
+        await super().shutdown(sockets)
 
     @property
     def url(self) -> str:
@@ -85,53 +166,35 @@ class Server(ThreadingHTTPServer):
         host = f"[{self.host}]" if ":" in self.host else self.host
         if self.host in ("0.0.0.0", "::"):
             host = socket.gethostname()
-        return f"http://{host}:{self.server_port}/{f'?token={self.token}' if self.token else ''}"
+        return f"http://{host}:{self.port}/{f'?token={self.token}' if self.token else ''}"
 
     def answers_to(self, host: str) -> bool:
-        """Return whether the Host header of a request names this server."""
+        # Starlette's TrustedHostMiddleware takes a list of names, but behind a router this machine
+        # has addresses that it does not know. A name can be rebound, an address cannot.
         try:
             parts = urlsplit(f"//{host}")
             name, port = parts.hostname or "", parts.port or 80
         except ValueError:
             return False
-        if port != self.server_port:
+        if port != self.port:
             return False
         if self.token:  # any IP address or host name of this machine
             return _is_address(name) or name in own_names() or name == self.host
         return name == "localhost" or (_is_address(name) and is_loopback(name))
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a request in a new thread, or close the connection if too many are open."""
-        with self.lock:
-            self.unproven[request] = None
-            oldest = next(iter(self.unproven))
-        if not self.room.acquire(blocking=False):
-            # Whoever has not shown the token yet makes room, so that idle strangers block nobody.
-            with contextlib.suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)
-            if oldest is request or not self.room.acquire(timeout=1.0):
-                self.proved(request)
-                self.shutdown_request(request)
-                return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle a request, and afterwards allow one more open connection."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.proved(request)
-            self.room.release()
-
-    def proved(self, request: Any) -> None:
-        """Note that a connection has shown the token, or has ended."""
-        with self.lock:
-            self.unproven.pop(request, None)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore closed connections and timeouts; print other errors."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            super().handle_error(request, client_address)
+    def refusal(self, request: Request) -> Response | None:
+        """Return the response to a request that is not welcome, and None for others."""
+        if not self.answers_to(request.headers.get("Host", "")):
+            return _text(421, "this server does not serve this host name")
+        if self.token and not _equal(request.cookies.get(COOKIE, ""), self.token):
+            given = request.query_params.get("token", "")
+            if request.method == "GET" and request.url.path == "/" and _equal(given, self.token):
+                cookie = f"{COOKIE}={self.token}; HttpOnly; SameSite=Strict; Path=/"
+                return _reply(303, "text/plain", b"", {"Location": "/", "Set-Cookie": cookie})
+            return _text(401, "open the address that covey ui printed, which contains the token")
+        if request.method == "POST" and ASKED not in request.headers:
+            return _text(403, f"the request has no header {ASKED}")
+        return None
 
 
 def is_loopback(host: str) -> bool:
@@ -148,108 +211,73 @@ def _is_address(host: str) -> bool:
 
 
 def own_names() -> set[str]:
-    """Return the host names of this machine."""
     return {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Handles the requests of one connection."""
+def application(server: Server) -> ASGIApp:
+    """Return the web application: files of the page, JSON data, and reports of comparisons."""
+    site = server.site
 
-    server: Server
-    protocol_version = "HTTP/1.1"
-    timeout = SECONDS
-    wbufsize = -1  # headers and body leave in one packet
-    server_version, sys_version = "covey", ""
+    def data(view: Callable[[Site, Query], Any]) -> Callable[[Request], Response]:
+        def answer(request: Request) -> Response:  # starlette calls it in a thread
+            try:
+                status, found = 200, view(site, dict(request.query_params))
+            except CoveyError as error:
+                status, found = _status(error), {"error": str(error)}
+            # JSON has no NaN. pydantic's writer is several times as fast as the json module.
+            body = to_json(printable_data(found), inf_nan_mode="null")
+            return _reply(status, "application/json", body)
 
-    def do_GET(self) -> None:
-        """Send a file of the page, JSON data, or the report of a comparison."""
-        address = urlsplit(self.path)
-        query = dict(parse_qsl(address.query, max_num_fields=50))
-        if not self._welcome(address.path, query):
-            return
-        if address.path in GET:
-            self._data(GET[address.path], query)
-        elif address.path == "/report":
-            self._report(query)
-        else:
-            self._file(address.path.removeprefix("/") or "index.html")
+        return answer
 
-    def do_POST(self) -> None:
-        """Start a background job, whose arguments are in the URL and not in a request body."""
-        self.close_connection = True
-        address = urlsplit(self.path)
-        if not self._welcome(address.path, {}):
-            return
-        if self.headers.get(ASKED) is None or address.path not in POST:
-            self._text(403, f"the request has no header {ASKED}, or names no job")
-            return
-        self._data(POST[address.path], dict(parse_qsl(address.query, max_num_fields=50)))
-
-    def _welcome(self, path: str, query: Query) -> bool:
-        """Check the Host header and the token; if either is wrong, send an error response."""
-        server = self.server
-        if not server.answers_to(self.headers.get("Host", "")):
-            self._text(421, "this server does not serve this host name")
-            return False
-        if not server.token or _equal(self._cookie(), server.token):
-            server.proved(self.connection)
-            return True
-        if path == "/" and _equal(query.get("token", ""), server.token):
-            cookie = f"{COOKIE}={server.token}; HttpOnly; SameSite=Strict; Path=/"
-            self._send(303, "text/plain", b"", {"Location": "/", "Set-Cookie": cookie})
-        else:
-            self._text(401, "open the address that covey ui printed, which contains the token")
-        return False
-
-    def _cookie(self) -> str:
+    def report(request: Request) -> Response:
         try:
-            found = SimpleCookie(self.headers.get("Cookie", "")).get(COOKIE)
-        except CookieError:
-            return ""
-        return found.value if found else ""
-
-    def _data(self, view: Callable[[Site, Query], Any], query: Query) -> None:
-        try:
-            status, data = 200, view(self.server.site, query)
+            page = views.report(site, dict(request.query_params))
         except CoveyError as error:
-            status, data = (404 if isinstance(error, NotFound) else 400), {"error": str(error)}
-        # JSON has no NaN. The JSON writer of pydantic is several times as fast as the json module.
-        self._send(status, "application/json", to_json(printable_data(data), inf_nan_mode="null"))
-
-    def _report(self, query: Query) -> None:
-        try:
-            page = views.report(self.server.site, query)
-        except CoveyError as error:
-            self._text(404 if isinstance(error, NotFound) else 400, str(error))
-            return
+            return _text(_status(error), str(error))
         policy = {"Content-Security-Policy": REPORT_POLICY}
-        self._send(200, "text/html", page.encode(), policy)
+        return _reply(200, "text/html", page.encode(), policy)
 
-    def _file(self, name: str) -> None:
+    def file(request: Request) -> Response:
+        name = request.path_params["name"] or "index.html"
         found = static_file(name)
         if found is None:
-            self._text(404, "there is no such page")
-        else:
-            self._send(200, TYPES[name.rpartition(".")[2]], found)
+            return _text(404, "there is no such page")
+        return _reply(200, TYPES[name.rpartition(".")[2]], found)
 
-    def _text(self, status: int, text: str) -> None:
-        self._send(status, "text/plain", f"{printable_data(text)}\n".encode())
+    pages = Starlette(
+        routes=[
+            *(Route(path, data(view)) for path, view in GET.items()),
+            *(Route(path, data(view), methods=["POST"]) for path, view in POST.items()),
+            Route("/report", report),
+            Route("/{name:path}", file),
+        ]
+    )
 
-    def _send(
-        self, status: int, kind: str, body: bytes, more: Mapping[str, str] | None = None
-    ) -> None:
-        self.send_response(status)
-        headers = {**HEADERS, "Content-Security-Policy": POLICY, **(more or {})}
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        refused = server.refusal(Request(scope))
+        if refused is not None:
+            await refused(scope, receive, send)
+            return
+        connection: Connection = scope["state"]["connection"]
+        if connection in connection.opened:
+            connection.opened[connection] = True
+        await pages(scope, receive, send)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Do not log requests, because the page sends a request every second."""
+    return guarded
+
+
+def _status(error: CoveyError) -> int:
+    return 404 if isinstance(error, NotFound) else 400
+
+
+def _text(status: int, text: str) -> Response:
+    return _reply(status, "text/plain", f"{printable_data(text)}\n".encode())
+
+
+def _reply(status: int, kind: str, body: bytes, more: Mapping[str, str] | None = None) -> Response:
+    headers = {**HEADERS, "Content-Security-Policy": POLICY, **(more or {})}
+    return Response(body, status, headers, media_type=kind)
 
 
 def _equal(given: str, token: str) -> bool:

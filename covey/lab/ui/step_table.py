@@ -64,7 +64,6 @@ class StepTable:
 
     @property
     def memory(self) -> int:
-        """The number of bytes of all columns in the table."""
         return sum(column.nbytes for piece in self.pieces for column in piece.values())
 
     def update(
@@ -161,7 +160,6 @@ class StepTable:
 
 
 def step_row(raw: bytes) -> Row | None:
-    """Parse a line of steps.jsonl; return None if the line is not a valid step."""
     try:
         row = from_json(raw, allow_inf_nan=False)
     except ValueError:
@@ -190,7 +188,6 @@ def joined(first: Columns, then: Columns) -> Columns:
 
 
 def column(pieces: Sequence[Columns], name: str) -> np.ndarray:
-    """Return the values of a metric at all steps."""
     parts = [
         piece[name] if name in piece else np.full(len(piece["step"]), np.nan, dtype=np.float32)
         for piece in pieces

@@ -24,10 +24,9 @@ from covey.lab.ui.find_runs import (
 )
 from covey.lab.ui.processes import Explorer, Jobs, covey_json
 from covey.lab.ui.step_table import SAMPLED, StepTables, curve
-from covey.records.folder import RunFolder
+from covey.records.folder import RunFolder, edited_settings, flat_settings
 from covey.records.metric_registry import METRICS
 from covey.records.records import unsaid
-from covey.records.settings import edited_settings, flat_settings
 
 READ_SECONDS = 0.04
 """The number of seconds that a request may spend on reading a file. The page repeats a request
@@ -82,7 +81,6 @@ class Site:
         return place
 
     def close(self) -> None:
-        """End the processes that the page started."""
         self.jobs.close()
         self.explorer.close()
 
@@ -107,7 +105,6 @@ def list_all(site: Site, query: Query) -> dict[str, Any]:
 
 
 def metrics(site: Site, query: Query) -> dict[str, Any]:
-    """Return the definition and the healthy range of every metric."""
     return {
         name: {"definition": m.definition, "unit": m.unit, "healthy": m.healthy}
         for name, m in METRICS.items()
@@ -149,7 +146,6 @@ def _curves(place: Place, site: Site, query: Query, until: float, samples: int) 
 
 
 def details(site: Site, query: Query) -> dict[str, Any]:
-    """Return a run's settings, software versions, and steps with saved rollouts."""
     place = site.place(query)
     run, notes = RunFolder(place.path), problems(place)
     environment = run.environment(unsaid)
@@ -180,7 +176,6 @@ def health(site: Site, query: Query) -> dict[str, Any]:
 
 
 def explore(site: Site, query: Query) -> dict[str, Any]:
-    """Return the values of each token in a toy optimizer step, for the page's step explorer."""
     return site.explorer.ask(dict(query))
 
 
@@ -192,7 +187,6 @@ def _number(query: Query, name: str, default: float) -> float:
 
 
 def rollouts_file(site: Site, query: Query) -> Path:
-    """Return the rollout file of the step that a request names."""
     place, step = site.place(query), int(_number(query, "step", 0))
     kept = dict(RunFolder(place.path).numbered("rollouts", ".jsonl"))
     if step not in kept:

@@ -12,10 +12,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from covey.escape import printable
-from covey.records.best import best_of
-from covey.records.estimate_text import change_text, estimate_text, is_reward
 from covey.records.folder import RunFolder
+from covey.records.metric_registry import change_text, estimate_text, is_reward
 from covey.records.trackers.protocol import Tracker
+from covey.records.watch import best_of
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
@@ -42,7 +42,8 @@ def duration(seconds: float) -> str:
 def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
     """Return the main metrics of a step in one line. A `short` line fits a narrow terminal."""
     if short and "objective/scores" in metrics:
-        return f"reward {metrics['objective/scores']:.3f}  {metrics['objective/success']:.0%}"
+        success = metrics["objective/verifiable_correct_rate"]
+        return f"reward {metrics['objective/scores']:.3f}  {success:.0%}"
     if "loss/cross_entropy" in metrics:
         return (
             f"loss {metrics['loss/cross_entropy']:.4f}  "
@@ -59,8 +60,8 @@ def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
     of = "" if penalty is None else f" (length penalty {penalty:.3f})"
     return (
         f"reward {metrics['objective/scores']:.3f}{of}  "
-        f"success {metrics['objective/success']:5.1%}  "
-        f"length {metrics['rollout/lengths']:.0f}  "
+        f"success {metrics['objective/verifiable_correct_rate']:5.1%}  "
+        f"length {metrics['val/sequence_lengths']:.0f}  "
         f"{kl}  "
         f"{metrics['time/tokens_per_second']:,.0f} tok/s"
     )
@@ -96,13 +97,11 @@ class ConsoleTracker(Tracker):
         self.printed = 0.0
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Print the run folder and the number of steps."""
         self.steps, self.done, self.began = steps, done, time.monotonic()
         verb = f"resuming after step {done}" if done else "training"
         self.note(f"{verb}: {steps} steps of {rollouts} rollouts, in {self.run.path}")
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Print the metrics of a step, but at most one line every few seconds."""
         step = metrics["step"]
         if time.monotonic() - self.printed < PLAIN_LOG_SECONDS and step not in (1, self.steps):
             return
@@ -116,11 +115,9 @@ class ConsoleTracker(Tracker):
         return mean * (self.steps - step)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Print an evaluation."""
         self.note(f"step {step}: {evaluation_line(evaluation)}")
 
     def note(self, text: str) -> None:
-        """Print a line."""
         self.console.print(text, markup=False, highlight=False)
 
     def finished(self, done: int, steps: int, signal: str | None, command: str = "train") -> None:
@@ -161,7 +158,6 @@ class LiveTracker(ConsoleTracker):
         self.count = 0
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Show the bar."""
         super().started(steps=steps, done=done, rollouts=rollouts)
         self.progress.update(self.task, total=steps, completed=done)
         self.progress.start()
@@ -172,7 +168,6 @@ class LiveTracker(ConsoleTracker):
         self.progress.update(self.task, sampled=f"+{self.count}")
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Advance the bar."""
         self.count = 0
         step = metrics["step"]
         self.progress.update(
@@ -184,12 +179,10 @@ class LiveTracker(ConsoleTracker):
         )
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Print an evaluation above the progress bar."""
         self.count = 0
         super().evaluation(step, evaluation)
 
     def close(self) -> None:
-        """Remove the bar."""
         self.progress.stop()
 
 

@@ -64,11 +64,9 @@ class ExternalTracker(Tracker):
         return True
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Open the tracker."""
         self.open(done)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Log all finite metrics of a training step."""
         self._log("step", metrics["step"], finite_numbers(metrics))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -132,17 +130,14 @@ class RememberingTracker(ExternalTracker):
             os.close(handle)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of a training step or of an evaluation."""
         self.session.log(dict(values), step=step)
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Log a table."""
         package = import_module(self.name)
         table = package.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
         self.session.log({"completions": table}, step=step)
 
     def close(self) -> None:
-        """Send the remaining data, and end the tracking package's run."""
         if self.session is not None:
             self.session.finish()
 
@@ -160,7 +155,6 @@ def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sample_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return the highest-reward and lowest-reward completions as table rows."""
     scored = sorted((row for row in rows if row["reward"] is not None), key=lambda r: -r["reward"])
     chosen = scored if len(scored) <= 2 * SHOWN else [*scored[:SHOWN], *scored[-SHOWN:]]
     return [[_cell(row, column) for column in COLUMNS] for row in chosen]

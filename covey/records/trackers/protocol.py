@@ -74,13 +74,10 @@ class JsonlTracker(Tracker):
         self.run.clear_failure()
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Append the metrics of a step to steps.jsonl."""
         self.run.log_step(dict(metrics))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Append the results of an evaluation to eval.jsonl."""
         self.run.log_evaluation({"step": step, **evaluation.row()})
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write a table of a step, such as the step's rollouts, to a JSON Lines file."""
         self.run.write_table(name, step, rows)

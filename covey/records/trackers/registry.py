@@ -24,7 +24,6 @@ tracker needs, and the pip extra that installs this package, have the same name 
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raise ConfigError if a tracker is unknown or its Python package is not installed."""
     for name in names:
         if name not in TRACKERS:
             hint = nearest(name, TRACKERS)
@@ -38,5 +37,4 @@ def check_trackers(names: Iterable[str]) -> None:
 def make_trackers(
     names: Iterable[str], run: RunFolder, settings: Mapping[str, Any]
 ) -> list[Tracker]:
-    """Build the named trackers of a run."""
     return [TRACKERS[name](run, settings) for name in dict.fromkeys(names)]

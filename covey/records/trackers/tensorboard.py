@@ -42,6 +42,5 @@ class TensorBoardTracker(ExternalTracker):
         self.writer.add_text("completions", "\n".join(lines), step)
 
     def close(self) -> None:
-        """Write the remaining events to the event file, and close it."""
         if self.writer is not None:
             self.writer.close()

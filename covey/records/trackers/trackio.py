@@ -18,7 +18,6 @@ class TrackioTracker(RememberingTracker):
     name = "trackio"
 
     def open(self, done: int) -> None:
-        """Start or continue the trackio run."""
         import trackio
 
         self.session = trackio.init(

@@ -19,7 +19,6 @@ class WandbTracker(RememberingTracker):
     name = "wandb"
 
     def open(self, done: int) -> None:
-        """Start or continue the W&B run; if W&B fails, raise an error that says what to do."""
         import wandb
 
         try:

@@ -91,6 +91,6 @@ def test_an_sft_run_is_an_error(
     copied = tmp_path / "warm"
     shutil.copytree(finished, copied)
     file = copied / "environment.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "kind": "warmup"}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "kind": "sft"}))
     assert run(["numerics", str(copied)]) != 0
     assert "is an SFT run, which has no rollouts to measure" in capsys.readouterr().err

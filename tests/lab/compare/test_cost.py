@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covey.lab.compare.report_tables import cost_table
-from covey.lab.compare.run_process import peak_memory
+from covey.lab.doctor import machine
 
 from covey.errors import ConfigError
-from covey.lab.checks import doctor
 from covey.lab.compare.arm_results import Cost, arm_results
 from covey.lab.compare.conclusion import conclude
 from covey.lab.compare.design import Request, config_of, design_comparison, kept_options
+from covey.lab.compare.launch import peak_memory
+from covey.lab.compare.tables import cost_table
 from tests.lab.compare.sample_comparison import comparison, run
 
 
@@ -40,7 +40,7 @@ def test_the_peak_of_a_process_is_at_least_what_it_holds() -> None:
 
 def test_the_peak_of_a_process_is_in_bytes_on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ru_maxrss` is in bytes there, and in KiB on Linux; the doctor used KiB everywhere."""
-    assert doctor.peak_memory is peak_memory
+    assert machine.peak_memory is peak_memory
     monkeypatch.setattr("sys.platform", "darwin")
     cpu = torch.device("cpu")
     in_bytes = peak_memory(cpu)

@@ -82,7 +82,7 @@ def test_clip_ranges_of_tokens_and_of_sequences_do_not_suit_each_other() -> None
     for name in ("gspo", "grpo_s"):
         sequences = ran(f"objective.name={name}", *wide, steps=2)
         assert [step["policy/clipfrac_avg"] for step in sequences.steps] == [0.0, 0.0]
-        assert sequences["policy/ratio_var"] > 0  # ratios do move
+        assert sequences["val/ratio_var"] > 0  # ratios do move
         far = ran(f"objective.name={name}", *wide, *FAR)
         assert far["policy/clipfrac_avg"] > 0.1  # once the policy has moved far
         cut = ran(f"objective.name={name}", *tight, steps=2)

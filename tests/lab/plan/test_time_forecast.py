@@ -23,7 +23,7 @@ def row(total: float, rollout: float, update: float) -> dict[str, Any]:
         "time/total": total,
         "time/rollout": rollout,
         "time/score": 0.5,
-        "time/update": update,
+        "time/training": update,
         "time/tokens_per_second": 1000.0,
     }
 

@@ -22,16 +22,16 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
+    servers: list[tuple[Server, threading.Thread]] = []
 
     def start(*roots: Path, host: str = "127.0.0.1") -> Server:
         server = Server(host, 0, Site(list(roots)))
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}).start()
-        servers.append(server)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        servers.append((server, thread))
         return server
 
     yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-        server.site.close()
+    for server, thread in servers:
+        server.stop()
+        thread.join()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from covey.records.folder import RunFolder
-from covey.records.metric_registry import with_open_instruct_names
 from covey.types import Group, Prompt, Rollout
 
 CONFIG = """[model]
@@ -30,13 +29,11 @@ HOSTILE = (
 
 def step_row(step: int, level: float = 0.0) -> dict[str, Any]:
     reward = level + 0.5 * (1 - math.exp(-step / 5))
-    return with_open_instruct_names(
-        {
-            "step": step, "tokens": 100 * step, "objective/scores": reward, "objective/success": reward,
-            "objective/parts/format": 1.0, "policy/entropy_avg": 1 / step, "rollout/lengths": 20.0 + step,
+    return {
+            "step": step, "tokens": 100 * step, "objective/scores": reward, "objective/verifiable_correct_rate": reward,
+            "objective/parts/format": 1.0, "policy/entropy_avg": 1 / step, "val/sequence_lengths": 20.0 + step,
             "policy/clipfrac_avg": 0.01, "optim/grad_norm": 1.0, "time/total": 0.1, "time/from_scratch": 0.1 * step,
-        }
-    )  # fmt: skip
+    }  # fmt: skip
 
 
 def group(number: int, rewards: Sequence[float | None], text: str = "") -> Group:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from covey.lab.ui import server as server_module
 from covey.lab.ui.server import CONNECTIONS, Server
 from covey.lab.ui.views import Site
 
@@ -18,12 +19,11 @@ from covey.lab.ui.views import Site
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     server = Server("0.0.0.0", 0, Site([tmp_path]))  # reachable, so it has a token
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
-    server.shutdown()
-    server.server_close()
-    server.site.close()
+    server.stop()
+    thread.join()
 
 
 def status(connection: http.client.HTTPConnection, token: str) -> int:
@@ -34,7 +34,7 @@ def status(connection: http.client.HTTPConnection, token: str) -> int:
 
 
 def test_idle_strangers_make_room_for_the_user(server: Server) -> None:
-    address = ("127.0.0.1", server.server_port)
+    address = ("127.0.0.1", server.port)
     with contextlib.ExitStack() as stack:
 
         def connected() -> http.client.HTTPConnection:
@@ -49,3 +49,12 @@ def test_idle_strangers_make_room_for_the_user(server: Server) -> None:
         assert status(connected(), server.token) == 200
         assert status(mine, server.token) == 200  # and it was not closed for a stranger
         assert status(connected(), "wrong") == 401
+
+
+def test_a_connection_that_stops_in_the_middle_is_closed(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as half:
+        half.sendall(b"GET / HTTP/1.1\r\nHost:")
+        assert half.recv(1) == b""

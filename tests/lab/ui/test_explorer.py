@@ -15,7 +15,7 @@ from covey.lab.explain.effect import small_step
 from covey.objective import ALGORITHMS
 from tests.lab.ui.browser import Browser
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 GROUP = {"rewards": "1,0,0,1", "lengths": "2,4,3,1"}
 
 

@@ -117,7 +117,9 @@ def test_health_is_checked_by_another_process(
 ) -> None:
     run = make_run(tmp_path / "runs/flat", steps=1)
     for step in range(2, 14):
-        run.log_step({"step": step, "objective/scores": 0.1, "objective/success": 0.1})
+        run.log_step(
+            {"step": step, "objective/scores": 0.1, "objective/verifiable_correct_rate": 0.1}
+        )
     browser.open(f"{serve(tmp_path / 'runs').url}#view=health")
     browser.wait("document.querySelectorAll('.finding').length > 0")
     assert "reward 0.1 in each of 10 steps" in text_of(browser, ".health")

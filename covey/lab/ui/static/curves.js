@@ -2,10 +2,10 @@
 import { Chart } from "./chart.js";
 import { api, colour, dash, debounce, el, fill, number, percent, select, state } from "./dom.js";
 
-const USUAL = ["objective/scores", "objective/success", "policy/entropy_avg", "rollout/lengths", "objective/kl_avg",
+const USUAL = ["objective/scores", "objective/verifiable_correct_rate", "policy/entropy_avg", "val/sequence_lengths", "objective/kl_avg",
   "policy/approxkl_avg", "policy/clipfrac_avg", "optim/grad_norm", "rollout/zero_variance_groups", "loss/policy_avg",
   "rollout/stop_rate", "time/total"];
-const SHARES = new Set(["objective/success", "policy/clipfrac_avg", "rollout/zero_variance_groups", "rollout/stop_rate"]);
+const SHARES = new Set(["objective/verifiable_correct_rate", "policy/clipfrac_avg", "rollout/zero_variance_groups", "rollout/stop_rate"]);
 const AXES = { step: "steps", tokens: "sampled tokens", "time/from_scratch": "seconds" };
 const POINTS = 400; // a panel has no more pixels
 const ASKED = 100; // runs in one request
