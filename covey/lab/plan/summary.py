@@ -341,7 +341,7 @@ def forecast_time(config: Config, rows: list[dict[str, Any]], held_out: int) -> 
     return TimeForecast(
         rollout=rollout,
         score=typical("time/score"),
-        update=typical("time/update"),
+        update=typical("time/training"),
         step=typical("time/total"),
         steps=least_steps(config),
         evaluation=rollout * evaluated / completions,
