@@ -2,18 +2,34 @@
 
 A host runs the commands start, step and end asynchronously, and returns the replies later. Tools
 can therefore run during generation. The caller identifies each episode by an integer key.
+
+Each worker process runs many episodes at the same time, and runs each step of an episode in a
+thread. An episode is determined by the prompt, the seed and the policy's messages. If a worker
+process dies or is killed, Covey can therefore replay the episodes of this process in a new process.
+If the replies of a replayed episode differ from the original replies, the episode ends with an
+error.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from typing import Protocol
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, Protocol
 
-from covey.environments.drive import Driver, Reply
+from covey.environments.drive import Driver, Reply, chained, read_reply
 from covey.environments.environment import Factory, is_quick, prepare
+from covey.errors import ConfigError
 from covey.types import Message, Prompt
+from covey.workers import Pool
 
+THREADS = 256
 Replies = list[tuple[int, Reply]]
+Op = Literal["start", "step", "end"]
 
 
 class Host(Protocol):
@@ -82,6 +98,167 @@ class InlineHost:
         self.clear()
 
 
+@dataclass(slots=True)
+class _Episode:
+    prompt: Prompt
+    seed: int
+    op: Op = "start"
+    """The current command, to which the environment has not yet replied."""
+    messages: list[Message] = field(default_factory=list)
+    """The policy's messages, including the message of the current command."""
+    seen: str = ""
+    """The digest of all replies that the environment has given in this episode."""
+    process: int = -1
+    """The number of the process that has the episode's state; in another, it is replayed."""
+
+    def command(self, process: int, timeout: float) -> tuple[Any, float]:
+        """Return the current command for a process, and its time limit."""
+        live, self.process = self.process == process, process
+        last = self.messages[-1] if self.op == "step" else None
+        past = self.messages[:-1] if self.op == "step" else self.messages
+        history = None if live else (self.prompt, self.seed, list(past))
+        return (self.op, last, history), timeout * (1 if live else 1 + len(self.messages))
+
+
+@dataclass(frozen=True, slots=True)
+class _Environments:
+    """What a worker process does: it runs the episodes of many environments."""
+
+    factory: Factory
+
+    def load(self) -> None:
+        prepare(self.factory)
+
+    def serve(self, connection: Connection, timeout: float) -> None:
+        """Run each command in a thread; the async methods of all environments share one loop."""
+        episodes: dict[int, Driver] = {}
+        sending = threading.Lock()
+
+        def run(number: int, key: int, op: Op, message: Any, history: Any) -> None:
+            """Run a command and send the reply; with a `history`, first replay the episode."""
+            past, reply = None, Reply()
+            if history is not None:
+                prompt, seed, messages = history
+                episodes[key] = driver = Driver(self.factory)
+                reply, past = driver.start(prompt, seed), ""
+                for earlier in messages:
+                    past, reply = chained(past, reply), driver.step(earlier)
+                past = past if op == "start" else chained(past, reply)
+            if op == "step":
+                reply = episodes[key].step(message)
+            elif op == "end":
+                reply = episodes[key].end()
+            if reply.done:
+                episodes.pop(key, None)
+            data = json.dumps({"number": number, "reply": asdict(reply), "past": past}).encode()
+            with sending:
+                connection.send_bytes(data)
+
+        threads = ThreadPoolExecutor(THREADS)
+        while True:
+            commands = connection.recv()
+            if not commands:
+                episodes.clear()
+            for number, (key, *command) in commands:
+                threads.submit(run, number, key, *command)
+
+
+def _decoded(data: bytes) -> tuple[int, tuple[Reply, str | None]]:
+    """Parse and check a reply, because an environment's code can send invalid replies."""
+    message = json.loads(data)
+    return int(message["number"]), (read_reply(message["reply"]), message["past"])
+
+
+class ProcessHost:
+    """A host that runs environments in worker processes."""
+
+    def __init__(
+        self, name: str, factory: Factory, *, workers: int, timeout: float, gigabytes: float
+    ) -> None:
+        self.pool = Pool(
+            _Environments(factory),
+            f"environment {name}",
+            workers=workers,
+            timeout=timeout,
+            gigabytes=gigabytes,
+            process="its process",
+            late="a step took",
+            cannot=lambda why: ConfigError(f"environment {name}: a process cannot load it: {why}"),
+            at_once=True,
+            stream=True,
+            decode=_decoded,
+        )
+        self._timeout = timeout
+        self._episodes: dict[int, _Episode] = {}
+        self._arrived: SimpleQueue[tuple[int, Future[Any]]] = SimpleQueue()
+
+    def load(self) -> None:
+        """Start a worker process, to check that the environment can be loaded."""
+        self.pool.start(1)
+
+    def start(self, key: int, prompt: Prompt, seed: int) -> None:
+        """Start an episode."""
+        self._episodes[key] = _Episode(prompt, seed)
+        self._submit(key)
+
+    def step(self, key: int, message: Message) -> None:
+        """Pass a message of the policy to an episode."""
+        self._episodes[key].op = "step"
+        self._episodes[key].messages.append(message)
+        self._submit(key)
+
+    def end(self, key: int) -> None:
+        """End an episode that has reached a limit."""
+        self._episodes[key].op = "end"
+        self._submit(key)
+
+    def _submit(self, key: int) -> None:
+        episode = self._episodes[key]
+
+        def command(process: int) -> tuple[Any, float]:
+            content, seconds = episode.command(process, self._timeout)
+            return (key, *content), seconds
+
+        future = self.pool.submit(
+            command,
+            lambda why: (Reply(done=True, error=why), None),
+            lane=key % len(self.pool.lanes),
+        )
+        future.add_done_callback(lambda done: self._arrived.put((key, done)))
+
+    def replies(self, *, wait: bool) -> Replies:
+        """Return the replies of environments that have arrived since the last call.
+
+        If `wait` is true, wait for at least one reply.
+        """
+        found: Replies = []
+        while True:
+            try:
+                key, future = self._arrived.get(block=wait and not found)
+            except Empty:
+                return found
+            reply, past = future.result()
+            episode = self._episodes[key]
+            if past is not None and past != episode.seen:
+                why = "a process was lost, and the replayed episode gave other replies"
+                reply = Reply(done=True, error=why)
+            episode.seen = chained(episode.seen, reply)
+            found.append((key, reply))
+            if reply.done:
+                del self._episodes[key]
+
+    def clear(self) -> None:
+        """Remove all episodes, and kill the processes in which a command is still running."""
+        self.pool.clear()
+        self._arrived = SimpleQueue()
+        self._episodes.clear()
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self.pool.close()
+        self._episodes.clear()
+
+
 def make_host(
     name: str,
     factory: Factory,
@@ -94,8 +271,6 @@ def make_host(
     if is_quick(factory):
         prepare(factory)
         return InlineHost(factory)
-    from covey.environments.pool import ProcessHost
-
     host = ProcessHost(
         name, factory, workers=workers or os.cpu_count() or 1, timeout=timeout, gigabytes=gigabytes
     )

@@ -16,8 +16,7 @@ from covey.environments.adapters import as_environment
 from covey.environments.calculator import Calculator
 from covey.environments.drive import Reply
 from covey.environments.environment import Start
-from covey.environments.host import make_host
-from covey.environments.pool import ProcessHost
+from covey.environments.host import ProcessHost, make_host
 from covey.models.chat_template import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
@@ -100,7 +99,7 @@ def test_a_process_that_dies_while_it_is_idle_is_replaced() -> None:
     assert isinstance(host, ProcessHost)
 
     def die() -> None:
-        worker = host._lanes[0].worker
+        worker = host.pool.lanes[0].worker
         assert worker is not None
         worker.process.kill()
         worker.process.wait()

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from covey.baselines import baselines_of
 from covey.config import Config, parse_config
 from covey.errors import CoveyError
 from covey.escape import printable, printable_line
@@ -36,7 +37,7 @@ from covey.records.folder import RunFolder
 from covey.records.provenance import describe_environment
 from covey.records.trackers import Tracker
 from covey.run import Run
-from covey.scoring.build import baselines_of, scorer_of
+from covey.scoring import scorer_of
 from covey.stopping import stop_signal
 
 DONE, FAILED, STOPPED = 0, 1, 3

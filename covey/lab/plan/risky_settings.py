@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from covey.baselines import REMEDY
 from covey.errors import ConfigError
 from covey.lab.plan.equivalence import active_penalty
 from covey.lab.plan.finding import Said, Setup, rule
@@ -12,7 +13,6 @@ from covey.lab.plan.task_facts import TaskFacts
 from covey.objective import advantage, penalty, ratio
 from covey.objective import surrogate as surrogates
 from covey.rollout.prompt_limit import limit_reason, longest_prompt
-from covey.scoring.baselines import REMEDY
 
 SLOW_ADAPTER = 2e-6
 """The highest learning rate that counts as one of full training, whose default is 1e-6."""

@@ -12,6 +12,7 @@ from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
+from covey.baselines import Baselines, baselines, constant_by_targets, may_probe
 from covey.config import Config
 from covey.config.check import checked_prompts
 from covey.config.resolve import (
@@ -26,7 +27,6 @@ from covey.lab.plan.model_shape import first_line, source_of
 from covey.models.chat_template import Template, make_renderer, start_rendering
 from covey.rollout.prompt_limit import longest_prompt
 from covey.scoring import InlineScorer
-from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
 from covey.solutions import write_solution
 from covey.subprocesses import module_command
 from covey.tasks.task import shared_prompts
