@@ -17,6 +17,7 @@ import math
 import os
 import pickle
 import resource
+import selectors
 import signal
 import sys
 import threading
@@ -27,7 +28,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.connection import wait as wait_for
 from typing import Any, Protocol
 
 from covey.subprocesses import PipedProcess, pickled
@@ -147,6 +147,8 @@ class Pool:
         self._ended: list[str] = []
         self._lock = threading.RLock()
         self._heard, self._alarm = Pipe(duplex=False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._heard, selectors.EVENT_READ)
         self._started = self._woken = False
         self._thread: threading.Thread | None = None
 
@@ -242,19 +244,14 @@ class Pool:
                         self._advance(lane)
                     now = time.monotonic()
                     seconds = max(0.0, min(map(self._deadline, self.lanes)) - now)
-                    lanes = {
-                        lane.worker.connections[0]: lane
-                        for lane in self.lanes
-                        if lane.worker is not None
-                    }
-                ready = wait_for([self._heard, *lanes], None if seconds == math.inf else seconds)
+                ready = self._selector.select(None if seconds == math.inf else seconds)
                 with self._lock:
-                    if self._heard in ready:
-                        self._heard.recv_bytes()
-                        self._woken = False
-                    for connection, lane in lanes.items():
-                        if connection in ready:
-                            self._receive(lane)
+                    for key, _ in ready:
+                        if key.data is not None:
+                            self._receive(key.data)
+                        else:
+                            self._heard.recv_bytes()
+                            self._woken = False
                     for lane in self.lanes:
                         self._end_late(lane)
         finally:
@@ -264,7 +261,9 @@ class Pool:
                 for lane in self.lanes:
                     left += [*lane.own.clear(), *lane.taken, *lane.running.values()]
                     self._end(lane)
-                    lane.started.cancel()
+                    if not lane.started.done():
+                        lane.started.set_exception(self._cannot("it ended by signal SIGKILL"))
+                self._selector.close()
                 for call in left:
                     call.future.cancel()
 
@@ -287,6 +286,7 @@ class Pool:
             except OSError as error:  # out of memory, processes or file descriptors
                 self._not_loaded(lane, f"it cannot be started: {error}")
                 return
+            self._selector.register(lane.worker.connections[0], selectors.EVENT_READ, lane)
             setup = (sys.path, self._payload, self._gigabytes, self._timeout)
             # A thread, because the process reads large work only after its imports.
             threading.Thread(target=_send, args=(lane.worker, setup), daemon=True).start()
@@ -328,19 +328,19 @@ class Pool:
             self._lost(lane, f"{self._process} got no message: {type(error).__name__}: {error}")
 
     def _receive(self, lane: Lane) -> None:
-        """Take all replies that have arrived."""
+        """Take a reply that has arrived."""
+        assert lane.worker is not None
         try:
-            while lane.worker is not None and lane.worker.connections[0].poll():
-                data = lane.worker.connections[0].recv_bytes(LONGEST)
-                if lane.loaded:
-                    self._accept(lane, *self._decode(data))
-                elif data:
-                    self._not_loaded(lane, data.decode(errors="replace"))
-                else:
-                    lane.loaded = True
-                    lane.begun = time.monotonic()
-                    if not lane.started.done():
-                        lane.started.set_result(None)
+            data = lane.worker.connections[0].recv_bytes(LONGEST)
+            if lane.loaded:
+                self._accept(lane, *self._decode(data))
+            elif data:
+                self._not_loaded(lane, data.decode(errors="replace"))
+            else:
+                lane.loaded = True
+                lane.begun = time.monotonic()
+                if not lane.started.done():
+                    lane.started.set_result(None)
         except (EOFError, OSError):
             self._lost(lane)
         except Exception as error:  # the work may send anything on the connection
@@ -374,9 +374,10 @@ class Pool:
     def _end_late(self, lane: Lane) -> None:
         if self._deadline(lane) > time.monotonic():
             return
-        self._receive(lane)  # replies may have waited for this thread
-        if self._deadline(lane) > (now := time.monotonic()):
+        if lane.worker is not None and lane.worker.connections[0].poll():
+            self._receive(lane)  # replies may have waited for this thread
             return
+        now = time.monotonic()
         if not lane.loaded:
             self._not_loaded(lane, "it did not start")
             return
@@ -424,6 +425,7 @@ class Pool:
 
     def _end(self, lane: Lane) -> None:
         if lane.worker is not None:
+            self._selector.unregister(lane.worker.connections[0])
             lane.worker.kill()
             lane.number += 1
         lane.worker, lane.loaded, lane.doomed = None, False, False

@@ -25,6 +25,7 @@ from tests.environments import worlds
 from tests.environments.chat_templates import FAMILIES
 from tests.environments.exactness import policy
 from tests.environments.playing import play, prompts, rollouts_of
+from tests.processes import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +120,22 @@ def test_a_process_that_dies_while_it_is_idle_is_replaced() -> None:
         host.clear()
         host.start(7, prompt, 0)
         assert not reply().error
+
+
+def test_a_step_whose_process_is_killed_runs_once_more_in_a_replayed_episode() -> None:
+    host = make_host("test", worlds.Waits, workers=1, timeout=30)
+    assert isinstance(host, ProcessHost)
+    with closing(host):
+        host.start(3, prompts(1)[0], 0)
+        host.replies(wait=True)
+        host.step(3, {"role": "assistant", "content": "go"})
+        lane = host.pool.lanes[0]
+        wait_until(lambda: lane.running)
+        assert lane.worker is not None
+        lane.worker.process.kill()
+        [(key, reply)] = host.replies(wait=True)
+        assert (key, reply.error) == (3, "")
+        assert [m["content"] for m in reply.messages] == ["0 1"]
 
 
 def test_control_tokens_from_a_tool_are_read_as_text(model: LanguageModel) -> None:
