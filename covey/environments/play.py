@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.environments.calls import CALL_FORMATS, assistant_message
-from covey.environments.drive import Driver
+from covey.environments.host import Driver
 from covey.environments.registry import environment_factory
 from covey.types import Message, Prompt
 

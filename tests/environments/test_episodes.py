@@ -14,9 +14,8 @@ import torch
 from covey.collate import collate
 from covey.environments.adapters import as_environment
 from covey.environments.calculator import Calculator
-from covey.environments.drive import Reply
 from covey.environments.environment import Start
-from covey.environments.host import ProcessHost, make_host
+from covey.environments.host import ProcessHost, Reply, make_host
 from covey.models.chat_template import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
@@ -224,7 +223,7 @@ def test_turn_rewards_and_states_reach_the_batch(model: LanguageModel) -> None:
 
 
 def test_a_class_in_trls_style_is_an_environment() -> None:
-    from covey.environments.drive import Driver
+    from covey.environments.host import Driver
     from covey.types import Prompt
 
     driver = Driver(as_environment(worlds.Shop))
