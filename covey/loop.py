@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from covey.baselines import REMEDY
 from covey.config.schema import Config
 from covey.engines.protocol import News
 from covey.errors import CoveyError, RunError
@@ -37,7 +38,6 @@ from covey.records.trackers.registry import make_trackers
 from covey.records.watch import Watch
 from covey.rollout.metrics import overlap_metrics, rollout_metrics, selection_metrics
 from covey.run import Made, Run
-from covey.scoring.baselines import REMEDY
 from covey.sft import sft_step
 from covey.start import resume_hint
 from covey.step import train_on

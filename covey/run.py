@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from covey.baselines import Baselines, scorers_of
 from covey.cluster.actors import ray_reference
 from covey.config import Config
 from covey.config.check import check_calls, check_start, checked_prompts
@@ -60,8 +61,6 @@ from covey.rollout.prompts import PromptChoice
 from covey.rollout.queue import RolloutQueue, read_in_flight, write_in_flight
 from covey.rollout.replay import ReplayBuffer
 from covey.scoring import Scorer
-from covey.scoring.baselines import Baselines
-from covey.scoring.build import scorers_of
 from covey.solutions import Solutions
 from covey.step import StepSettings
 from covey.tasks.task import Task, bad_rows_of, sampled_ids

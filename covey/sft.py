@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from covey.baselines import scorers_of
 from covey.collate import collate
 from covey.config import Config
 from covey.config.check import check_start
@@ -32,7 +33,6 @@ from covey.policy.policy import Policy, load_model, policy_of
 from covey.policy.schedule import Budget, Schedule, sft_schedule
 from covey.rng import sft_indices
 from covey.rollout.prompt_limit import fitting_prompts
-from covey.scoring.build import scorers_of
 from covey.solutions import Solutions, encode_example, solutions_of
 from covey.step import StepSettings, backward_passes
 from covey.tasks.task import bad_rows_of

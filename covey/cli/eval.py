@@ -167,13 +167,14 @@ def _model(target: str, step: str | None = None) -> str:
 
 def _evaluations(config: Config, models: list[str], by: str | None, show: bool) -> list[Evaluation]:
     with waiting(STARTING):
+        from covey.baselines import baselines_of
         from covey.config.resolve import evaluation_config, held_out_of, resolve, task_of
         from covey.engines.native.engine import NativeEngine
         from covey.evaluation import check_category
         from covey.evaluation.of_model import evaluate_engine
         from covey.policy.policy import load_model
         from covey.rollout.prompt_limit import fitting_prompts
-        from covey.scoring.build import baselines_of, scorer_of
+        from covey.scoring import scorer_of
 
         config = evaluation_config(resolve(config))
         prompts = held_out_of(config, task_of(config))

@@ -132,7 +132,7 @@ def score_command(
     with waiting(STARTING):
         config = resolved(source, overrides or (), model=False)
 
-        from covey.scoring.build import scorer_of
+        from covey.scoring import scorer_of
 
         started = scorer_of(config)
     with closing(started) as scorer:

@@ -14,8 +14,7 @@ from typing import Any
 from covey.cluster.ray_client import Need, answer, check_cluster, dead, reachable, translated
 from covey.errors import RewardError
 from covey.rewards.score import Reward
-from covey.scoring.job import Job, ScoreResult
-from covey.scoring.pool import Pool
+from covey.scoring import Job, Pool, ScoreResult
 
 CALLS = 256
 """Maximum number of scoring jobs that an actor works on at the same time."""

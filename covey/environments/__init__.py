@@ -10,7 +10,7 @@ An environment is a class; each instance of the class runs one episode (see envi
                           "environment"` reads it
     prepare(**options)    optional class method: loads data that all episodes of a process share
     quick = True          optional: the environment is never slow and never crashes, so it runs in
-                          this process and not in a worker process with limits (pool.py)
+                          this process and not in a worker process with limits (host.py)
 
 Methods of an environment may be plain or async. An exception in a method ends the rollout with the
 finish reason `error` and without a reward.

@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.environments.adapters import environment_factory
 from covey.environments.calls import CALL_FORMATS, assistant_message
-from covey.environments.drive import Driver
+from covey.environments.host import Driver
 from covey.types import Message, Prompt
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from covey.baselines import Baselines, constant_by_targets
 from covey.engines.draw import Distribution
 from covey.engines.protocol import Sampling
 from covey.evaluation.intervals import Estimate
@@ -15,7 +16,6 @@ from covey.records.metric_registry import estimate_text
 from covey.rollout.collect import Collected, Collector
 from covey.rollout.episode import encode_prompts
 from covey.rollout.metrics import final_answer
-from covey.scoring.baselines import Baselines, constant_by_targets
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62

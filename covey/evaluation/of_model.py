@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
+from covey.baselines import baselines_of
 from covey.config import Config
 from covey.config.resolve import evaluation_config, held_out_of, sampling_of, task_of
 from covey.engines.native.engine import NativeEngine
@@ -16,12 +17,12 @@ from covey.policy.policy import load_model
 from covey.rollout.collect import Collector
 from covey.rollout.prompt_limit import fitting_prompts
 from covey.run import interaction_of, with_stops
-from covey.scoring.build import baselines_of, scorer_of
+from covey.scoring import scorer_of
 
 if TYPE_CHECKING:
+    from covey.baselines import Baselines
     from covey.rewards import Reward
     from covey.scoring import Scorer
-    from covey.scoring.baselines import Baselines
     from covey.tasks.task import Task
     from covey.types import Prompt
 

@@ -16,10 +16,11 @@ from covey.engines.protocol import Engine, Sampling
 from covey.errors import RewardError
 from covey.models.language_model import LanguageModel
 from covey.parallel.world import ALONE, World
+from covey.rewards.score import Call
 from covey.rollout.episode import EncodedPrompt, Interaction, encode_prompts, generate, step_of
 from covey.rollout.filter import Selected, select
 from covey.rollout.prompts import refill_prompts, step_prompts
-from covey.scoring import Call, Job, Pending, Scorer, ScoreResult
+from covey.scoring import Job, Pending, Scorer, ScoreResult
 from covey.stopping import may_be_given_up
 from covey.types import Group, Prompt, Rollout
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from covey.engines.protocol import Completion, Engine, Limits, Request, Sampling
 from covey.environments.calls import CallFormat, assistant_message
-from covey.environments.drive import Reply
-from covey.environments.host import Host
+from covey.environments.host import Host, Reply
 from covey.errors import ConfigError, DataError
 from covey.models.chat import Context, Conversations
 from covey.models.language_model import LanguageModel

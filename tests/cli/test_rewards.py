@@ -80,7 +80,7 @@ def scorers_of(parent: int) -> list[int]:
                 words = (folder / "cmdline").read_bytes()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if int(stat[1]) == parent and b"covey.scoring.pool_worker" in words:
+            if int(stat[1]) == parent and b"covey.workers" in words:
                 found.append(int(folder.name))
     return found
 

@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from covey.engines.protocol import Completion, EngineInfo, Request, RequestSource, Sampling
 from covey.environments import call
 from covey.environments.calls import CALL_FORMATS, assistant_message
-from covey.environments.drive import Driver, Reply
-from covey.environments.host import make_host
+from covey.environments.host import Driver, Reply, make_host
 from covey.environments.registry import make_factory
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap

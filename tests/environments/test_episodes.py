@@ -13,10 +13,8 @@ import torch
 
 from covey.collate import collate
 from covey.environments.adapters import as_environment
-from covey.environments.drive import Reply
 from covey.environments.environment import Start
-from covey.environments.host import make_host
-from covey.environments.pool import ProcessHost
+from covey.environments.host import ProcessHost, Reply, make_host
 from covey.models.chat import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
@@ -26,6 +24,7 @@ from tests.environments import worlds
 from tests.environments.chat_templates import FAMILIES
 from tests.environments.exactness import policy
 from tests.environments.playing import play, prompts, rollouts_of
+from tests.processes import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +99,7 @@ def test_a_process_that_dies_while_it_is_idle_is_replaced() -> None:
     assert isinstance(host, ProcessHost)
 
     def die() -> None:
-        worker = host._lanes[0].worker
+        worker = host.pool.lanes[0].worker
         assert worker is not None
         worker.process.kill()
         worker.process.wait()
@@ -120,6 +119,22 @@ def test_a_process_that_dies_while_it_is_idle_is_replaced() -> None:
         host.clear()
         host.start(7, prompt, 0)
         assert not reply().error
+
+
+def test_a_step_whose_process_is_killed_runs_once_more_in_a_replayed_episode() -> None:
+    host = make_host("test", worlds.Waits, workers=1, timeout=30)
+    assert isinstance(host, ProcessHost)
+    with closing(host):
+        host.start(3, prompts(1)[0], 0)
+        host.replies(wait=True)
+        host.step(3, {"role": "assistant", "content": "go"})
+        lane = host.pool.lanes[0]
+        wait_until(lambda: lane.running)
+        assert lane.worker is not None
+        lane.worker.process.kill()
+        [(key, reply)] = host.replies(wait=True)
+        assert (key, reply.error) == (3, "")
+        assert [m["content"] for m in reply.messages] == ["0 1"]
 
 
 def test_control_tokens_from_a_tool_are_read_as_text(model: LanguageModel) -> None:
@@ -208,7 +223,7 @@ def test_turn_rewards_and_states_reach_the_batch(model: LanguageModel) -> None:
 
 
 def test_a_class_in_trls_style_is_an_environment() -> None:
-    from covey.environments.drive import Driver
+    from covey.environments.host import Driver
     from covey.types import Prompt
 
     driver = Driver(as_environment(worlds.Shop))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from covey.environments import drive
+from covey.environments import host
 from covey.environments.environment import Start
 from covey.types import Prompt
 
@@ -22,7 +22,7 @@ PROMPT = Prompt(id="1", task="t", messages=({"role": "user", "content": "?"},), 
 
 def fresh_module() -> ModuleType:
     """The module as a new process has it: nobody has asked for its loop yet."""
-    spec = importlib.util.spec_from_file_location("drive_of_a_round", drive.__file__)
+    spec = importlib.util.spec_from_file_location("drive_of_a_round", host.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

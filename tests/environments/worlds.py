@@ -37,6 +37,12 @@ class Counting:
         return float(self.turn)
 
 
+class Waits(Counting):
+    def step(self, message: Message) -> Any:
+        time.sleep(0.5)
+        return super().step(message)
+
+
 class Raises(Counting):
     def misbehave(self) -> Any:
         raise ValueError("out of order")

@@ -281,10 +281,10 @@ def test_remote_code_is_not_run(
 def test_worker_processes_import_nothing_from_the_working_folder(tmp_path: Path) -> None:
     for name in ("json", "pickle", "asyncio", "transformers", "jinja2"):
         (tmp_path / f"{name}.py").write_text("open('touched', 'w')")
-    for module in ("covey.scoring.pool_worker", "covey.models.template_worker"):
+    for module in ("covey.workers", "covey.models.template_worker"):
         done = subprocess.run(
             module_command(module, "999", "1", "1"), cwd=tmp_path, capture_output=True, check=False
         )
         assert b"Bad file descriptor" in done.stderr, done.stderr
     assert not (tmp_path / "touched").exists()
-    assert sys.executable in module_command("covey.scoring.pool_worker")
+    assert sys.executable in module_command("covey.workers")

@@ -15,7 +15,7 @@ from covey.rewards.score import Reward, SkippedError
 from covey.rewards.text_match import ExactText, FuzzyText
 from covey.rewards.think_answer import ThinkAnswer
 from covey.rewards.tool_call import ToolCall
-from covey.scoring.job import Job, score_job
+from covey.scoring import Job, score_job
 from covey.types import Prompt
 
 UNTARGETED = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), target="")

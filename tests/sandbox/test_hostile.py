@@ -23,8 +23,7 @@ import covey
 from covey.errors import ConfigError
 from covey.sandbox import Case, Outcome, matches, require_isolation, run_program
 from covey.sandbox.program import mark
-from covey.sandbox.seccomp import _MACHINES
-from covey.sandbox.syscalls import ALLOWED, CHECKED, MISSING, NEWER, numbers
+from covey.sandbox.seccomp import _MACHINES, ALLOWED, CHECKED, MISSING, NEWER, numbers
 from tests.sandbox.hostile import LIMITS, PRELUDE, PROGRAMS, TIMED_OUT, WALL, Hostile
 
 try:

@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from covey.sandbox.seccomp import _MACHINES, filter_program
-from covey.sandbox.syscalls import ALLOWED, CHECKED, MISSING, NEWER, numbers
+from covey.sandbox.seccomp import (
+    _MACHINES,
+    ALLOWED,
+    CHECKED,
+    MISSING,
+    NEWER,
+    filter_program,
+    numbers,
+)
 
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 

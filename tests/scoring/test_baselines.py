@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from covey.baselines import Baseline, Baselines, baselines, constant_by_targets, may_probe
 from covey.config import load_config
 from covey.rewards.registry import make_reward, reward_options
 from covey.rewards.score import Score
 from covey.rewards.user import as_reward
 from covey.scoring import InlineScorer
-from covey.scoring.baselines import Baseline, Baselines, baselines, constant_by_targets, may_probe
 from covey.types import Prompt
 
 

@@ -195,7 +195,7 @@ def processes() -> list[str]:
             words = (folder / "cmdline").read_bytes().decode().split("\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if stat[0] != "Z" and int(stat[1]) == os.getpid() and "covey.scoring.pool_worker" in words:
+        if stat[0] != "Z" and int(stat[1]) == os.getpid() and "covey.workers" in words:
             found.append(" ".join(words))
     return found
 
@@ -264,7 +264,7 @@ class KillsAWorker(Notes):
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         if metrics["step"] == 1:
-            for worker in list(self.parts.scorer._running):
+            for worker in [lane.worker for lane in self.parts.scorer.pool.lanes if lane.worker]:
                 os.kill(worker.process.pid, signal.SIGKILL)
 
 

@@ -28,7 +28,7 @@ from covey.reference.frozen import CurrentPolicy
 from covey.rewards import Score
 from covey.rollout.privileged import Privileged, check_context
 from covey.run import Run
-from covey.scoring.job import checked
+from covey.scoring import checked
 from covey.step import filled_batch, train_on
 from covey.types import Group, Rollout
 from tests.conftest import build

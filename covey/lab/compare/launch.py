@@ -32,6 +32,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors import safe_open
 
+from covey.baselines import baselines_of
 from covey.config import Config, parse_config, to_toml, toml_value
 from covey.config.resolve import reward_of, task_of
 from covey.config.schema import Adapter
@@ -64,7 +65,7 @@ from covey.records.trackers import Tracker
 from covey.reference.fingerprint import fingerprint
 from covey.rewards.identity import identity
 from covey.run import Run
-from covey.scoring.build import baselines_of, scorer_of
+from covey.scoring import scorer_of
 from covey.screen import Screen, cell
 from covey.stopping import stop_signal
 from covey.subprocesses import module_command

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+from covey.baselines import REMEDY
 from covey.config import Config
 from covey.config.resolve import reward_of
 from covey.config.schema import Section
@@ -33,7 +34,6 @@ from covey.objective import surrogate as surrogates
 from covey.objective.penalty import MAX_ADAPTATION
 from covey.rewards.length import Soft
 from covey.rollout.prompt_limit import limit_reason, longest_prompt
-from covey.scoring.baselines import REMEDY
 
 TOKEN_SIZED_CLIP = 0.1
 """The smallest clip range that is too wide for a sequence-level ratio."""

@@ -12,6 +12,7 @@ from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
+from covey.baselines import Baselines, baselines, constant_by_targets, may_probe
 from covey.config import Config
 from covey.config.check import checked_prompts
 from covey.config.resolve import (
@@ -27,7 +28,6 @@ from covey.models.chat import Template, make_renderer
 from covey.models.template_worker import RENDERER
 from covey.rollout.prompt_limit import longest_prompt
 from covey.scoring import InlineScorer
-from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
 from covey.solutions import write_solution
 from covey.subprocesses import module_command
 from covey.tasks.task import shared_prompts

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
+from covey.baselines import REMEDY, baselines
 from covey.errors import RewardError
 from covey.lab.rewards.cases import Case
 from covey.lab.rewards.hacked_answers import wrong_answer
@@ -21,7 +22,6 @@ from covey.lab.rewards.hacks import HACKS, Hack
 from covey.rewards.format import FORMATS, THINKING, Format
 from covey.rewards.score import Reward, Score
 from covey.scoring import Job, Pool, ScoreResult
-from covey.scoring.baselines import REMEDY, baselines
 from covey.types import Prompt
 
 THROUGHPUT_SECONDS = 2.0

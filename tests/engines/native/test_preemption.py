@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from covey.cluster.engine_actor import EngineActor
+from covey.cluster.ray_engine import EngineActor
 from covey.engines.draw import Distribution
 from covey.engines.native import sizes
 from covey.engines.native.backend import EagerBackend, decoder_for

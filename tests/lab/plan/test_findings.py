@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from covey.baselines import Baseline, Baselines
 from covey.config import Config, load_config, recipe_names
 from covey.config.resolve import resolve
 from covey.lab.plan.equivalence import Finding, coincidences, setup_of
 from covey.lab.plan.findings import RULES, findings
 from covey.lab.plan.task_facts import TaskFacts, task_facts
 from covey.objective import ALGORITHMS
-from covey.scoring.baselines import Baseline, Baselines
 
 ROOT = Path(__file__).parents[3]
 ONCE = "train.mini_batches=1"

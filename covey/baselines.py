@@ -10,13 +10,16 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
+from covey.config import Config
+from covey.config.resolve import evaluation_config, reward_of
+from covey.environments.registry import NONE
 from covey.rewards.format import FORMATS, THINKING, Format
 from covey.rewards.judge import Judge
 from covey.rewards.score import Reward
 from covey.rewards.user import UserFunction, WeightedFunctions
-from covey.scoring.job import Job, Scorer
+from covey.scoring import Job, Scorer, scorer_of
 from covey.types import Prompt
 
 FLAGGED = 0.2
@@ -30,6 +33,9 @@ CANDIDATES = 3
 """Number of constant answers to score, taken from the most frequent targets."""
 FORMAT_PROMPTS = 4
 """Number of prompts used to find the answer format that scores best."""
+MOST_PROBED, FEW_PROBED = 512, 16
+"""Baselines are scored on at most MOST_PROBED held-out prompts if the reward is quick to compute,
+and otherwise on at most FEW_PROBED prompts."""
 REMEDY = (
     "balance the targets of the data, leave out prompts with the most frequent one, or choose "
     "other sizes of the task; judge a policy by its gain above this baseline"
@@ -189,3 +195,42 @@ def _scored(
         answer=answer,
         prompts=len(scores),
     )
+
+
+class Scorers(TypedDict):
+    """The scorers of a run and the scores of simple baselines, as fields of `Run`."""
+
+    scorer: Scorer
+    eval_scorer: Scorer
+    baselines: Baselines
+
+
+def scorers_of(
+    config: Config, held_out: Sequence[Prompt], ranks: int, reward: Reward | None = None
+) -> Scorers:
+    """Build one scorer for training and one for evaluations; `evaluate.reward` makes them
+    different."""
+    scorer, apart = scorer_of(config, reward, ranks), evaluation_config(config)
+    eval_scorer = scorer if apart is config else scorer_of(apart, ranks=ranks)
+    known = baselines_of(config, eval_scorer, held_out, reward)
+    return {"scorer": scorer, "eval_scorer": eval_scorer, "baselines": known}
+
+
+def baselines_of(
+    config: Config, scorer: Scorer, held_out: Sequence[Prompt], passed: Reward | None = None
+) -> Baselines:
+    """Return the scores of simple baselines on the held-out prompts.
+
+    If the run has an environment, or if the reward calls an LLM or user code, the only baseline is
+    a constant answer, the most frequent target. The success rate of a constant answer follows from
+    the targets, without scoring. `scorer` scores the completions of evaluations, and `passed` is
+    the reward object that was passed from Python, if any.
+    """
+    if not held_out:
+        return Baselines()
+    own = passed if not config.evaluate.reward.name else None
+    reward = reward_of(evaluation_config(config)) if own is None else own
+    if config.environment.name != NONE or not may_probe(reward):
+        return Baselines(constant=constant_by_targets(held_out))
+    stride = math.ceil(len(held_out) / MOST_PROBED)
+    return baselines(held_out[::stride], scorer, None if reward.quick else FEW_PROBED)

@@ -1,23 +1,35 @@
-"""Scoring jobs, their results, and the scorer that calls the reward in this process."""
+"""Scoring of completions: in this process for quick rewards, otherwise in worker processes.
+
+If a reward function raises an error, hangs or crashes, only the completion being scored gets no
+reward.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import math
+import os
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, Protocol
 
-from covey.errors import users_error
-from covey.rewards.score import NO_CALL, Call, Reward, Score, SkippedError, at_progress
+from covey.errors import ConfigError, RewardError, users_error
+from covey.rewards.identity import identity
+from covey.rewards.score import NO_CALL, Call, Reward, Score, SkippedError, at_progress, max_seconds
 from covey.types import Prompt
+from covey.workers import Pool as WorkerPool
 
-READY = "ready"
-"""The message that a worker process sends when it has loaded the reward."""
+if TYPE_CHECKING:
+    from covey.config import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +110,7 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
     return results
 
 
-async def score_job_async(reward: Any, job: Job) -> list[ScoreResult]:
+async def _score_job_async(reward: Any, job: Job) -> list[ScoreResult]:
     """Score every completion of a job with an async reward."""
     try:
         return _checked_group(await reward.score_group_async(*_arguments(reward, job)), job, reward)
@@ -274,3 +286,146 @@ class InlineScorer:
 
     def close(self) -> None:
         """Do nothing, because this scorer has no worker processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """What a worker process does: it scores jobs with a reward."""
+
+    reward: Any
+
+    def load(self) -> None:
+        """Do nothing: the reward is loaded when it has been unpickled."""
+
+    def serve(self, connection: Connection, timeout: float) -> None:
+        while True:
+            jobs: list[tuple[int, Job]] = connection.recv()
+            if getattr(self.reward, "is_async", False):
+                asyncio.run(self._score_at_once(connection, jobs, timeout))
+                continue
+            for number, job in jobs:
+                connection.send((number, score_job(self.reward, job)))
+
+    async def _score_at_once(
+        self, connection: Connection, jobs: Sequence[tuple[int, Job]], timeout: float
+    ) -> None:
+        async def one(number: int, job: Job) -> None:
+            results = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    results = await _score_job_async(self.reward, job)
+            connection.send((number, results))
+
+        await asyncio.gather(*(one(number, job) for number, job in jobs))
+
+
+class Pool:
+    """A scorer whose worker processes take jobs from one queue, in order."""
+
+    def __init__(
+        self,
+        reward: Reward,
+        identity: str,
+        *,
+        workers: int,
+        timeout: float,
+        gigabytes: float = 8.0,
+    ) -> None:
+        self.identity = identity
+        self.whole_groups = bool(getattr(reward, "whole_groups", False))
+        self.bounds = reward.bounds
+        self.copy = partial(
+            Pool, reward, identity, workers=workers, timeout=timeout, gigabytes=gigabytes
+        )
+        """Make a pool with this pool's settings but its own worker processes."""
+        self.pool = WorkerPool(
+            _Scoring(reward),
+            f"reward {identity}",
+            workers=workers,
+            timeout=timeout,
+            gigabytes=gigabytes,
+            process="the scoring process",
+            late="took",
+            cannot=lambda why: RewardError(
+                f"reward: a scoring process cannot load the reward: {why}"
+            ),
+            at_once=bool(getattr(reward, "is_async", False)),
+        )
+
+    def start(self) -> None:
+        """Start the worker processes, and wait until the first process has loaded the reward.
+
+        Raises RewardError if the first process cannot load the reward.
+        """
+        self.pool.start(len(self.pool.lanes))
+
+    def submit(self, job: Job) -> Future[list[ScoreResult]]:
+        """Queue a job."""
+        self.start()
+        if self.pool.closed:
+            raise RewardError(
+                "reward: cannot score completions, because the scoring processes are closed"
+            )
+        return self.pool.submit(
+            lambda _: (job, math.inf),
+            lambda why: [ScoreResult(error=why)] * len(job.texts),
+        )
+
+    def events(self) -> list[str]:
+        """Return a message for each worker process that was replaced since the last call."""
+        return [f"a scoring process ended {how}, and was replaced" for how in self.pool.ended()]
+
+    def close(self) -> None:
+        """Kill the worker processes and cancel all jobs that have not finished."""
+        self.pool.close()
+
+
+def make_scorer(
+    name: str, reward: Reward, *, workers: int = 0, timeout: float = 30.0, gigabytes: float = 8.0
+) -> Scorer:
+    """Return an inline scorer for a quick reward, or a pool of workers for any other reward.
+
+    With `workers` = 0, the pool has one worker per core. The pool starts at once, so that Covey
+    reports early if the workers cannot load the reward.
+    """
+    reward_identity = identity(name, reward)
+    if reward.quick:
+        return InlineScorer(reward, reward_identity, timeout)
+    check_timeout(name, reward, timeout)
+    workers = workers or os.cpu_count() or 1
+    pool = Pool(reward, reward_identity, workers=workers, timeout=timeout, gigabytes=gigabytes)
+    pool.start()
+    return pool
+
+
+def check_timeout(name: str, reward: Reward, timeout: float) -> None:
+    """Raise ConfigError if `scoring.timeout` is shorter than the reward's own time limit."""
+    longest = max_seconds(reward)
+    if timeout < longest:
+        raise ConfigError(
+            f"config: scoring.timeout = {timeout:g} is less than the {longest:g} seconds that the "
+            f"reward {name} may take; raise scoring.timeout, or lower total_seconds if the reward "
+            "has this option"
+        )
+
+
+def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
+    """Build the scorer, and start this rank's worker processes."""
+    # Worker processes import this module, and need neither settings nor Ray.
+    from covey.cluster.actors import ray_scorer
+    from covey.config.resolve import reward_of
+    from covey.rewards.user import FUNCTIONS, own_name, with_none
+
+    reward = reward_of(config) if reward is None else reward
+    reward = with_none(reward, config.scoring.none_rewards)
+    name = own_name(reward) if config.reward.name == FUNCTIONS else config.reward.name
+    if config.cluster.address and config.cluster.scoring_actors and not reward.quick:
+        check_timeout(name, reward, config.scoring.timeout)
+        return ray_scorer(config, reward, identity(name, reward))
+    return make_scorer(
+        name,
+        reward,
+        workers=config.scoring.workers or max(1, (os.cpu_count() or 1) // ranks),
+        timeout=config.scoring.timeout,
+        gigabytes=config.scoring.gigabytes,
+    )
