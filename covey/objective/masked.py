@@ -6,6 +6,7 @@ If a rollout has several rows, the module joins these rows, so that a sum covers
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -50,23 +51,6 @@ def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return row_sum(values, mask) / row_tokens(mask)
 
 
-class _SequenceMean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(mask)
-        return spread(row_mean(values, mask), mask)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (mask,), (grad,) = ctx.saved_tensors, grads
-        if not grad.shape[1]:
-            return grad, None
-        # Differences from the first trained token's value are averaged, so that the mean of
-        # equal numbers is exact.
-        first = grad.gather(1, mask.long().argmax(dim=1, keepdim=True))
-        return spread(first + row_mean(grad - first, mask), mask), None
-
-
 def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return, at each trained token, the mean of the values over the token's completion, [B, T].
 
@@ -75,8 +59,35 @@ def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     averaging leaves the gradient exactly unchanged. If the gradients under sequence ratios and
     token ratios are mathematically equal, they are also bit-identical.
     """
-    mean: torch.Tensor = _SequenceMean.apply(values, mask)
+    mean: torch.Tensor = _sequence_mean().apply(values, mask)
     return mean
+
+
+@cache
+def _sequence_mean() -> Any:
+    """Return the autograd function of `sequence_mean`.
+
+    The class is created on first use, because its base class needs torch, which some commands do
+    not import.
+    """
+
+    class SequenceMean(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(mask)
+            return spread(row_mean(values, mask), mask)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+            (mask,), (grad,) = ctx.saved_tensors, grads
+            if not grad.shape[1]:
+                return grad, None
+            # Differences from the first trained token's value are averaged, so that the mean of
+            # equal numbers is exact.
+            first = grad.gather(1, mask.long().argmax(dim=1, keepdim=True))
+            return spread(first + row_mean(grad - first, mask), mask), None
+
+    return SequenceMean
 
 
 def spread(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

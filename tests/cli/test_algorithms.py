@@ -76,8 +76,6 @@ def test_one_algorithm_in_full(
         "weights sequence_mean_token_mean",
         "KL off",
         "needs -",
-        "objective.clip_low 0.0003 How far a ratio may fall below 1 (in `gmpo`, its logarithm below 0).",
-        "objective.clip_high 0.0004 How far a ratio may rise above 1 (in `gmpo`, its logarithm above 0).",
         "objective.eps 1e-6 Added to the standard deviation; when whitening, to the variance.",
         "objective.correction_mean_one false Divide corrections by their mean over the step.",
     ):

@@ -197,7 +197,8 @@ def test_weights_may_change_while_completions_are_generated(parts: Run, tmp_path
     config = parts.config.model_copy(update={"overlap": overlap})
     folder = RunFolder.create(tmp_path / "run", "", {})
     start = parts.policy.version
-    train(replace(parts, config=config), folder, [], StopSignal())
+    fresh = replace(parts, config=config, step=0, episode=0, tokens=0, saved=0)
+    train(fresh, folder, [], StopSignal())
     rows = folder.steps()
     assert [row["rollout/trained_groups"] for row in rows] == [3] * 6
     assert [row["updates"] for row in rows] == [start + n for n in range(1, 7)]

@@ -183,7 +183,7 @@ def test_the_card_names_no_folders_and_no_kernel(finished: Path, tmp_path: Path)
     card = model_card(exported, copy)
     assert "- machine: Linux, on" in card
     assert "covey train --run=run --set" in card
-    assert "began with '<think>'" in card
+    assert "began with `'<think>'`" in card
 
 
 @pytest.mark.parametrize("file", [False, True])

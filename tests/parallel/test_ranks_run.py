@@ -128,7 +128,7 @@ def test_hybrid_shards_with_a_compact_state_and_a_reference_that_moves(
     assert covey(["train", *settings, "--run", str(alone)]) == 0
     more = ["--set", "parallel.strategy=fsdp", "--set", "parallel.shard_ranks=2"]
     trained(4, [*settings, *more, "--run", str(hybrid)], tmp_path / "logs")
-    assert rows(alone)[-1]["objective/kl"] > 0
+    assert abs(rows(alone)[-1]["objective/kl"]) < 1e-5  # of the policy that sampled
     for folder in (
         hybrid,
         resumed(hybrid, "two", 2, 2),

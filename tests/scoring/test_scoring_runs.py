@@ -579,7 +579,7 @@ def test_a_finding_is_told_once_also_after_a_resume(judged: ModuleType, tmp_path
     run, notes = trained(tmp_path / "run", *settings)
     told = [note for note in notes if note.startswith("health: learned since step 1")]
     assert len(told) == 1
-    assert "over 10 steps 100% of groups had equal rewards and no gradient" in told[0]
+    assert "over 3 steps 100% of groups had equal rewards and no gradient" in told[0]
     again = Notes()
     train(parts_with(*settings), run, [again], StopSignal(), start_of(run, 5))
     assert "superseded/1" in again.notes[0]

@@ -128,7 +128,7 @@ def test_an_error_in_an_evaluation(
     class Fails(Tracker):
         def step(self, metrics: Mapping[str, Any]) -> None:
             if metrics["step"] == 2:
-                monkeypatch.setattr("covey.records.evaluate", fails)
+                monkeypatch.setattr("covey.run.evaluate", fails)
 
     with pytest.raises(OSError, match="is away"):
         trained(path, Breaks(), Fails())

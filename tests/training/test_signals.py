@@ -30,6 +30,12 @@ def command(run: Path) -> list[str]:
     return [sys.executable, "-m", "covey", "train", "arithmetic", "--run", str(run), *words]
 
 
+def hear() -> None:
+    """Undo that a shell or nohup makes its background processes ignore signals."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[bytes]) -> None:
     def there() -> bool:
         assert process.poll() is None, process.returncode
@@ -50,7 +56,12 @@ def test_a_signal_that_announces_the_end_saves_the_run(
 ) -> None:
     run, output = tmp_path / "run", tmp_path / "output"
     with output.open("w") as file:
-        started = {"stdout": file, "stderr": subprocess.STDOUT, "env": ENVIRONMENT}
+        started = {
+            "stdout": file,
+            "stderr": subprocess.STDOUT,
+            "env": ENVIRONMENT,
+            "preexec_fn": hear,
+        }
         process = subprocess.Popen(command(run), **started)
     wait_for_steps(run, 2, process)
     for number in numbers:
@@ -67,6 +78,7 @@ def test_closing_the_terminal_saves_the_run(tmp_path: Path) -> None:
     def own_terminal() -> None:
         os.setsid()
         ioctl(0, termios.TIOCSCTTY, 0)
+        hear()
 
     process = subprocess.Popen(
         command(run), stdin=terminal, stdout=terminal, stderr=terminal, env=ENVIRONMENT,
@@ -107,7 +119,12 @@ def test_nohup_still_means_to_go_on(tmp_path: Path) -> None:
 def test_ctrl_c_during_imports_is_quiet(library: str, tmp_path: Path) -> None:
     output = tmp_path / "output"
     with output.open("w") as file:
-        started = {"stdout": file, "stderr": subprocess.STDOUT, "env": ENVIRONMENT}
+        started = {
+            "stdout": file,
+            "stderr": subprocess.STDOUT,
+            "env": ENVIRONMENT,
+            "preexec_fn": hear,
+        }
         process = subprocess.Popen(command(tmp_path / "run"), **started)
     maps = Path(f"/proc/{process.pid}/maps")
     wait_until(lambda: library in maps.read_text())

@@ -11,6 +11,7 @@ import torch
 
 from covey.cli.main import run as covey
 from covey.config import load_config
+from covey.config.check import check_start
 from covey.config.resolve import resolve
 from covey.errors import ConfigError
 from covey.policy.policy import load_model
@@ -88,7 +89,7 @@ def test_settings_of_an_adapter_need_one(setting: str) -> None:
     if "4bit" in setting and importlib.util.find_spec("bitsandbytes"):
         pytest.skip("the model is loaded first")
     with pytest.raises(ConfigError, match=r"without an adapter|needs bitsandbytes"):
-        load_model(resolve(load_config("arithmetic", [setting])))
+        check_start(resolve(load_config("arithmetic", [setting])), 1)
 
 
 def test_four_bit_weights(tmp_path: Path) -> None:

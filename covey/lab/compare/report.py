@@ -53,7 +53,7 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "clipped share": ("policy/clipfrac_avg",),
         # The KL from the reference if there is one, and otherwise from the sampling policy.
         "KL": ("objective/kl_avg", "policy/approxkl_avg"),
-        "completion length": ("rollout/lengths",),
+        "completion length": ("val/sequence_lengths",),
         "gradient norm": ("optim/grad_norm",),
     }
 )

@@ -100,8 +100,8 @@ def fill(folder: Path, text: str = EVIL) -> Path:
         (path / "evaluations").mkdir(parents=True)
         last = result.points[-1]
         rows = [
-            {"prompt_id": name, "prompt": f"{name}: {text}", "expected": f"<{name}>", "right": correct,
-             "reward": 1.0, "tokens": 5, "finish": "length", "answer": text, "values": {}, "samples": [], "info": {}}
+            {"prompt_id": name, "prompt": f"{name}: {text}", "target": f"<{name}>", "success": correct,
+             "reward": 1.0, "tokens": 5, "finish": "length", "completion": text, "values": {}, "parts": {}, "samples": [], "info": {}}
             for name, correct in last.correct.items()
         ]  # fmt: skip
         _write(path / f"evaluations/{last.step:06d}.jsonl", rows)

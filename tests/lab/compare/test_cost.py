@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covey.lab.doctor import machine
 
 from covey.errors import ConfigError
+from covey.lab.checks import doctor as machine
 from covey.lab.compare.arm_results import Cost, arm_results
 from covey.lab.compare.conclusion import conclude
 from covey.lab.compare.design import Request, config_of, design_comparison, kept_options

@@ -11,7 +11,7 @@ from covey.cli.main import run
 from covey.config import check as start_checks
 from covey.config import load_config
 from covey.config.resolve import resolve
-from covey.models import four_bit
+from covey.models import model_path as four_bit
 from covey.run import Run
 
 RAY = ("cluster.address=local", "cluster.trainers=2")

@@ -259,7 +259,7 @@ def test_one_update_names_the_algorithms_that_coincide() -> None:
     (finding,) = findings(config_of(ONCE, "objective.name=gspo", "objective.beta=0.04"))
     assert finding.kind == "same"
     assert finding.title == (
-        "with one optimizer step per training step gspo is the same as grpo, gspo_token, gmpo, sapo, gigpo"
+        "with one optimizer step per training step gspo is the same as grpo, gspo_token, gmpo, gigpo, sapo"
     )
     assert findings(config_of(ONCE, "objective.name=dr_grpo")) == []
 

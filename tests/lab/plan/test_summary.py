@@ -15,7 +15,7 @@ from covey.config.resolve import resolve
 from covey.embedded import CHECKPOINT
 from covey.lab.plan.summary import Plan, summarize
 from covey.lab.plan.task_facts import TaskFacts
-from covey.models import four_bit
+from covey.models import model_path as four_bit
 from covey.records.folder import RunFolder
 
 

@@ -25,7 +25,8 @@ from covey.lab.rewards.checks import (
     check_order,
     check_time,
 )
-from covey.rewards import ThinkAnswer, templates
+from covey.recipes.agent_book import rewards as templates
+from covey.rewards import ThinkAnswer
 from covey.rewards.format import FORMATS
 from covey.rewards.mix import Mix
 from covey.scoring import Pool
