@@ -356,7 +356,7 @@ def test_mistakes_in_a_comparison_name_the_arguments_of_python(
         covey.compare(algorithms=["grpo", "gspo"], folder=tmp_path)
 
 
-COMPARED = """
+SCRIPT_THAT_COMPARES = """
 import sys
 import covey
 from tests.test_api import ROWS, SMALL, short
@@ -374,8 +374,8 @@ def compared():
 
 def test_a_comparison_trains_on_own_data_with_own_functions(tmp_path: Path) -> None:
     script, folder = tmp_path / "mine.py", tmp_path / "here" / "compared"
-    main = COMPARED + "\nif __name__ == '__main__':\n    print(compared().failed)\n"
-    for text, code in ((main, 0), (COMPARED + "\ncompared()\n", 1)):
+    main = SCRIPT_THAT_COMPARES + "\nif __name__ == '__main__':\n    print(compared().failed)\n"
+    for text, code in ((main, 0), (SCRIPT_THAT_COMPARES + "\ncompared()\n", 1)):
         script.write_text(text)
         done = subprocess.run(
             [sys.executable, str(script), str(folder)],

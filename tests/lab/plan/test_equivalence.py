@@ -193,23 +193,27 @@ def test_arms_that_differ_in_other_settings_are_equal_only_if_these_have_no_effe
 
 def test_equivalent_algorithms_of_every_algorithm() -> None:
     def of(name: str, *settings: str) -> list[str]:
-        return equivalent_algorithms(setup_of(config_of(f"objective.name={name}", *settings)))
+        return sorted(
+            equivalent_algorithms(setup_of(config_of(f"objective.name={name}", *settings)))
+        )
 
     once = "train.mini_batches=1"
-    assert of("gspo", once) == ["grpo", "gspo_token", "gmpo", "gigpo", "sapo"]
-    assert of("gspo", once, "objective.beta=0.04") == [
-        "grpo",
-        "gspo_token",
-        "gmpo",
-        "gigpo",
-        "sapo",
-    ]
+    assert of("gspo", once) == sorted(["grpo", "gspo_token", "gmpo", "gigpo", "sapo"])
+    assert of("gspo", once, "objective.beta=0.04") == sorted(
+        [
+            "grpo",
+            "gspo_token",
+            "gmpo",
+            "gigpo",
+            "sapo",
+        ]
+    )
     token_mean = ["dapo", "cispo", "vespo", "dppo", "bapo", "m2po", "decoupled_ppo"]
-    assert of("kl_cov", once) == token_mean
-    assert of("bapo", once) == [*token_mean[:2], "kl_cov", *token_mean[2:4], *token_mean[5:]]
+    assert of("kl_cov", once) == sorted(token_mean)
+    assert of("bapo", once) == sorted({*token_mean, "kl_cov"} - {"bapo"})
     assert of("bapo", once, "model.dtype=bfloat16") == []  # its ratio is to the engine
-    assert of("gfpo", once, "objective.keep=8")[:1] == ["dapo"]
-    assert of("gspo") == ["gspo_token"]
+    assert "dapo" in of("gfpo", once, "objective.keep=8")
+    assert of("gspo") == sorted(["gspo_token"])
     together = {"grpo", "gspo", "gspo_token", "gmpo", "sapo", "gigpo", "kl_cov", *token_mean}
     lonely = set(ALGORITHMS) - together
     teachers = {"opd": "teacher.path=embedded", "sdpo": "teacher.policy=frozen"}
